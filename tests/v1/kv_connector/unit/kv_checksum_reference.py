@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checksum's definition in plain NumPy, sharing no code with the feature."""
+
+import numpy as np
+import torch
+
+GOLDEN = 0x9E3779B97F4A7C15
+HEADS = 2**16
+MASK = 2**64 - 1
+
+
+def pieces_of(cell_bytes: np.ndarray) -> np.ndarray:
+    """uint64 pieces of ``(..., bytes)`` uint8 cells, in the definition's width."""
+    content = cell_bytes.shape[-1]
+    width = next(w for w in (8, 4, 2) if content % w == 0)
+    return np.ascontiguousarray(cell_bytes).view(f"<u{width}").astype(np.uint64)
+
+
+def slice_sum(
+    cells: np.ndarray, layer: int, head: int, first: int, num_tokens: int
+) -> int:
+    """Sum of one layer and head in one block.
+
+    `cells` is uint8 ``(tokens, bytes)``; `first` the first token's position.
+    """
+    x = pieces_of(cells)
+    tokens, pieces = x.shape
+    m = GOLDEN * (2 * (layer * HEADS + head) + 1) & MASK
+    position = first + np.arange(tokens, dtype=np.uint64)[:, None]
+    j = position * np.uint64(pieces) + np.arange(pieces, dtype=np.uint64)
+    w = np.uint64(m) * (np.uint64(2) * j + np.uint64(1))
+    y = (x ^ (x >> np.uint64(33))) * w
+    term = y ^ (y >> np.uint64(32))
+    return int(term[position[:, 0] < num_tokens].sum(dtype=np.uint64))
+
+
+def block_sum(
+    layers: dict[int, np.ndarray], first: int, num_tokens: int, first_head: int = 0
+) -> int:
+    """Checksum of one block; `layers`: number -> uint8 ``(heads, tokens, bytes)``."""
+    return (
+        sum(
+            slice_sum(heads[h], layer, first_head + h, first, num_tokens)
+            for layer, heads in layers.items()
+            for h in range(len(heads))
+        )
+        & MASK
+    )
+
+
+def logical_bytes(cache: torch.Tensor) -> np.ndarray:
+    """uint8 ``(B, H, N, bytes)`` of a ``[B, H, N, C]`` cache, any layout."""
+    return cache.contiguous().view(torch.uint8).numpy()

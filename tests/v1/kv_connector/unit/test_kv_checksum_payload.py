@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payloads: round trips, and that nothing but ValueError comes of bad ones."""
+
+import base64
+import tracemalloc
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.payload import (
+    GroupChecksums,
+    KVChecksumPayload,
+)
+
+
+def make(num_tokens=100, block_size=16, start=0, groups=2) -> KVChecksumPayload:
+    blocks = -(-num_tokens // block_size) - start
+    rng = np.random.default_rng(num_tokens)
+    return KVChecksumPayload(
+        num_tokens,
+        2,
+        {
+            g: GroupChecksums(
+                2**64 - 1 - g,
+                block_size,
+                start,
+                rng.integers(0, 2**64, blocks, dtype=np.uint64),
+            )
+            for g in range(groups)
+        },
+    )
+
+
+def same(a: KVChecksumPayload, b: KVChecksumPayload) -> bool:
+    return (a.num_tokens, a.tp_size, a.groups.keys()) == (
+        b.num_tokens,
+        b.tp_size,
+        b.groups.keys(),
+    ) and all(
+        (x.fingerprint, x.block_size, x.start) == (y.fingerprint, y.block_size, y.start)
+        and np.array_equal(x.values, y.values)
+        for x, y in ((a.groups[g], b.groups[g]) for g in a.groups)
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 1500, 131_072])
+def test_round_trip(num_tokens):
+    payload = make(num_tokens)
+    assert same(wire.decode(wire.encode(payload)), payload)
+    assert same(wire.decode_text(wire.encode_text(payload)), payload)
+
+
+def test_size_of_a_long_request():
+    text = wire.encode_text(make(131_072, groups=1))
+    assert len(text) < 88_000
+
+
+def test_another_version_is_told_apart():
+    version, body = msgspec.msgpack.decode(wire.encode(make()))
+    with pytest.raises(wire.PayloadVersionError):
+        wire.decode(msgspec.msgpack.encode((version + 1, body)))
+    with pytest.raises(wire.PayloadVersionError):
+        wire.decode(msgspec.msgpack.encode((version + 1, "anything")))
+
+
+BAD = {
+    "empty": b"",
+    "no msgpack": b"\xc1",
+    "a number": msgspec.msgpack.encode(7),
+    "no body": msgspec.msgpack.encode((1,)),
+    "body is a map": msgspec.msgpack.encode((1, {})),
+    "negative tokens": msgspec.msgpack.encode((1, (-1, 1, {}))),
+    "no ranks": msgspec.msgpack.encode((1, (1, 0, {}))),
+    "group is text": msgspec.msgpack.encode((1, (1, 1, {0: "x"}))),
+    "odd values": msgspec.msgpack.encode((1, (16, 1, {0: (1, 16, 0, b"1234567")}))),
+    "too many blocks": msgspec.msgpack.encode(
+        (1, (16, 1, {0: (1, 16, 0, b"12345678" * 2)}))
+    ),
+    "block size 0": msgspec.msgpack.encode((1, (16, 1, {0: (1, 0, 0, b"")}))),
+    "fingerprint -1": msgspec.msgpack.encode((1, (16, 1, {0: (-1, 16, 0, b"")}))),
+    "group -1": msgspec.msgpack.encode((1, (16, 1, {-1: (1, 16, 0, b"")}))),
+    "nested arrays": b"\x91" * 100_000,
+    "nested in the body": b"\x92\x01" + b"\x91" * 100_000,
+    "8 MB": b"\x92\x01\xc6\x00\x80\x00\x00" + bytes(8 * 2**20),
+    "promises 4 GB": b"\x92\x01\xdd\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_malformed_payloads_raise_value_error(name):
+    tracemalloc.start()
+    with pytest.raises(ValueError):
+        wire.decode(BAD[name])
+    with pytest.raises(ValueError):
+        wire.decode_text(base64.b64encode(BAD[name]).decode())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * len(BAD[name]) + 2**20
+
+
+@pytest.mark.parametrize("text", [None, 7, b"", [], {}, "ä", "a", "%%%%", "A" * 2**23])
+def test_text_that_is_no_base64(text):
+    with pytest.raises(ValueError):
+        wire.decode_text(text)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_any_change_of_bytes_decodes_or_raises_value_error(data):
+    good = bytearray(wire.encode(make(40)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(good) - 1))
+        action = data.draw(st.sampled_from(["set", "cut", "insert"]))
+        if action == "set":
+            good[at] = data.draw(st.integers(0, 255))
+        elif action == "cut" and at:
+            del good[at:]
+        else:
+            good[at:at] = data.draw(st.binary(max_size=8))
+    try:
+        wire.decode(bytes(good))
+    except ValueError:
+        pass
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=64),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.integers(-1, 5000), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(_json)
+def test_any_body_decodes_or_raises_value_error(body):
+    try:
+        wire.decode(msgspec.msgpack.encode((wire.PAYLOAD_VERSION, body)))
+    except ValueError:
+        pass
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=200) | st.binary(max_size=200))
+def test_any_text_decodes_or_raises_value_error(text):
+    with pytest.raises(ValueError):
+        wire.decode_text(text)

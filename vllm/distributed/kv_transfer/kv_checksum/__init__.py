@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV-cache checksums: every KV block loaded from elsewhere is verified.
+
+Names are resolved on first use: connectors import `payload` while the modules
+that need connectors are still being loaded.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "MAX_KV_HEADS_PER_LAYER": "checksum",
+    "ReplicaKey": "checksum",
+    "KVChecksumBlocks": "checksum",
+    "KVChecksumScheduled": "checksum",
+    "KVChecksumGroup": "checksum",
+    "KVChecksumRecord": "checksum",
+    "KVChecksumCarrier": "payload",
+    "KVChecksumWorker": "worker",
+    "KVChecksumOutput": "worker",
+    "create_kv_checksum_worker": "worker",
+    "KVChecksumScheduler": "scheduler",
+    "KV_TRANSFER_PARAMS_KEY": "scheduler",
+    "create_kv_checksum_scheduler": "scheduler",
+    "KVChecksumProm": "metrics",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

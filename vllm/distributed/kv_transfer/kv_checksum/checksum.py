@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a KV checksum is, and the records in which partial sums travel.
+
+Protected: every byte of the K and V cells of a request's tokens, and the
+place (layer, KV head, token position) of every piece of them. Not protected:
+slots past ``num_tokens``, padding, and scales kept outside the cache. It finds
+corruption and misplacement; it is no cryptographic hash.
+
+The value of one block is the sum, mod 2**64, of ``term(x, w)`` over its pieces
+``x``, with ``w = m * (2*j + 1)``, ``j`` the piece's number in the request
+(``token * pieces_per_token + piece``) and ``m`` the factor of its layer and
+head. Weights are odd and every step of the term is a bijection of ``x``, so a
+change of any one piece always shows.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+MAX_KV_HEADS_PER_LAYER = 2**16
+"""KV heads that one layer may have, over all of its caches together."""
+
+GOLDEN_FACTOR = 0x9E3779B97F4A7C15
+"""2**64 / golden ratio, odd: gives small layer and head numbers large weights."""
+
+MASK64 = 2**64 - 1
+
+ReplicaKey = tuple[int, int]
+"""(number of TP ranks that hold the same heads, which of them this one is)."""
+
+
+def slice_factor(layer: int, head: int) -> int:
+    """The odd 64-bit factor ``m`` of one layer and global KV head."""
+    return GOLDEN_FACTOR * (2 * (layer * MAX_KV_HEADS_PER_LAYER + head) + 1) & MASK64
+
+
+def checksum_terms(pieces: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Terms of uint64 `pieces` under odd uint64 `weights` (broadcast together)."""
+    mixed = (pieces ^ (pieces >> np.uint64(33))) * weights
+    return mixed ^ (mixed >> np.uint64(32))
+
+
+@dataclass
+class KVChecksumBlocks:
+    """The blocks of one request that workers sum.
+
+    Attributes:
+        num_tokens: tokens of the request that count; slots past them are left out.
+        groups: per KV cache group id, the position of the first block in the
+            request and the ids of that block and the following ones.
+        seq: number of the send; workers echo it so that sums of a step that was
+            rolled back are told from those of its repetition.
+    """
+
+    num_tokens: int
+    groups: dict[int, tuple[int, list[int]]]
+    seq: int = 0
+
+
+@dataclass
+class KVChecksumScheduled:
+    """What one step asks workers to sum, by request id.
+
+    `reqs_to_send` are summed in this step; `reqs_to_recv` (loads from another
+    instance) and `reqs_to_load` (loads from an offload tier) in the step that
+    reports their load finished.
+    """
+
+    reqs_to_send: dict[str, KVChecksumBlocks] = field(default_factory=dict)
+    reqs_to_recv: dict[str, KVChecksumBlocks] = field(default_factory=dict)
+    reqs_to_load: dict[str, KVChecksumBlocks] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.reqs_to_send or self.reqs_to_recv or self.reqs_to_load)
+
+
+@dataclass
+class KVChecksumGroup:
+    """One worker's partial sums for one request and KV cache group.
+
+    Attributes:
+        start: position of the first block.
+        replica_keys: which copies the columns of `values` belong to.
+        values: uint64, shape ``(positions, len(replica_keys))``.
+    """
+
+    start: int
+    replica_keys: tuple[ReplicaKey, ...]
+    values: np.ndarray
+
+
+@dataclass
+class KVChecksumRecord:
+    """What one worker reports for one step.
+
+    Every request that the worker processed is in `checksums`, with no groups if
+    none of its layers are here, so that the scheduler can count reports.
+
+    Attributes:
+        checksums: per request id, per KV cache group id.
+        skipped_groups: groups with layers here that are not summed; reason by id.
+        fingerprints: per group id, the sum mod 2**64 of the hashes of its layers.
+        num_tokens: per request id, the token count that the sums cover.
+        seqs: per request id, the number of the send (0 for a load).
+        block_sizes: tokens per block of each summed group.
+        received: payloads that a connector brought, by request id.
+    """
+
+    pp_rank: int
+    tp_rank: int
+    checksums: dict[str, dict[int, KVChecksumGroup]]
+    skipped_groups: dict[int, str] = field(default_factory=dict)
+    fingerprints: dict[int, int] = field(default_factory=dict)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    seqs: dict[str, int] = field(default_factory=dict)
+    block_sizes: dict[int, int] = field(default_factory=dict)
+    received: dict[str, bytes] = field(default_factory=dict)
+
+
+def add_records(
+    records: Iterable[KVChecksumRecord], req_id: str, group_id: int
+) -> dict[ReplicaKey, KVChecksumGroup]:
+    """Add the workers' parts of one request and group, per replica key.
+
+    Raises:
+        ValueError: two workers summed different blocks.
+    """
+    total: dict[ReplicaKey, KVChecksumGroup] = {}
+    for record in records:
+        part = record.checksums.get(req_id, {}).get(group_id)
+        if part is None:
+            continue
+        for column, key in enumerate(part.replica_keys):
+            values = part.values[:, column]
+            have = total.get(key)
+            if have is None:
+                total[key] = KVChecksumGroup(part.start, (key,), values.copy())
+            elif have.start != part.start or have.values.shape != values.shape:
+                raise ValueError(f"workers summed different blocks of group {group_id}")
+            else:
+                have.values += values
+    return total
+
+
+def replica_checks(parts: dict[ReplicaKey, KVChecksumGroup]) -> list[np.ndarray]:
+    """Whole-model sums, one per check, from parts keyed by replica.
+
+    Check ``k`` adds copy ``k % R`` of the layers that ``R`` ranks replicate, so
+    each check covers every layer once and every copy is in some check.
+
+    Raises:
+        ValueError: a replica is missing, or parts cover different blocks.
+    """
+    sizes = sorted({replicas for replicas, _ in parts})
+    if not sizes:
+        raise ValueError("no worker summed this group")
+    if len({(p.start, len(p.values)) for p in parts.values()}) != 1:
+        raise ValueError("workers summed different blocks")
+    checks = []
+    for k in range(max(sizes)):
+        copies = [parts.get((replicas, k % replicas)) for replicas in sizes]
+        if any(copy is None for copy in copies):
+            raise ValueError("a replica is missing")
+        checks.append(
+            np.sum([c.values for c in copies if c is not None], axis=0, dtype=np.uint64)
+        )
+    return checks

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus counters. Label values come from fixed sets.
+
+The scheduler counts into a flat ``dict[str, int]`` (keys such as
+``loads:verified:kv_transfer_params``), which travels with vLLM's scheduler
+statistics; this module turns it into counters in the API server.
+"""
+
+from typing import Any
+
+from .payload import KVChecksumCarrier
+from .verdict import Unverified
+
+VERDICTS = ("verified", "mismatch", "unverified")
+
+_PLAIN = {
+    "blocks_compared": "KV blocks compared with their producer's checksums.",
+    "blocks_mismatched": "KV blocks that differed from their producer's checksums.",
+    "failed": "Requests failed because of KV checksums.",
+    "recomputed": "Requests recomputed because of KV checksums.",
+    "payload_bytes": "Bytes of KV checksum payloads sent.",
+}
+
+
+class KVChecksumProm:
+    """The counters of one API server.
+
+    Args:
+        counter_cls: the Prometheus counter class of the logger.
+        labelnames: the logger's label names.
+        per_engine_labelvalues: label values by engine index.
+    """
+
+    def __init__(
+        self,
+        counter_cls: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        loads = counter_cls(
+            name="vllm:kv_checksum_loads",
+            documentation="KV loads by checksum verdict and carrier.",
+            labelnames=[*labelnames, "verdict", "carrier"],
+        )
+        unverified = counter_cls(
+            name="vllm:kv_checksum_unverified_loads",
+            documentation="KV loads whose checksums could not be compared, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
+        plain = {
+            key: counter_cls(
+                name=f"vllm:kv_checksum_{key}", documentation=text, labelnames=labelnames
+            )
+            for key, text in _PLAIN.items()
+        }
+        self._counters: dict[tuple[int, str], Any] = {}
+        for index, values in per_engine_labelvalues.items():
+            for verdict in VERDICTS:
+                for carrier in KVChecksumCarrier:
+                    self._counters[index, f"loads:{verdict}:{carrier.value}"] = (
+                        loads.labels(*values, verdict, carrier.value)
+                    )
+            for reason in Unverified:
+                self._counters[index, f"unverified:{reason.value}"] = unverified.labels(
+                    *values, reason.value
+                )
+            for key, counter in plain.items():
+                self._counters[index, key] = counter.labels(*values)
+
+    def observe(self, stats: dict[str, int], engine_index: int) -> None:
+        """Add one step's counts."""
+        for key, number in stats.items():
+            self._counters[engine_index, key].inc(number)

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's life in the scheduler, as producer and as consumer.
+
+Producer: the step that finishes a prompt's KV asks the workers to sum it
+(`add_send`); when the request ends, the parts become a payload
+(`request_finished`). Consumer: the step that starts a load asks the workers to
+sum it once it arrives (`add_recv`); when every worker reports it finished, the
+sums are compared with the payload (`verify`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.request import RequestStatus
+
+from . import payload as wire
+from .checksum import (
+    MASK64,
+    KVChecksumBlocks,
+    KVChecksumRecord,
+    KVChecksumScheduled,
+    add_records,
+    replica_checks,
+)
+from .payload import GroupChecksums, KVChecksumPayload
+from .verdict import LoadVerdict, LocalGroup, Unverified, judge
+
+logger = init_logger(__name__)
+
+KV_TRANSFER_PARAMS_KEY = "kv_checksums"
+"""Where the payload stands in ``kv_transfer_params``; proxies must forward it."""
+
+_NULL_BLOCK = 0
+
+_SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass
+class _Pending:
+    """A request whose sums are awaited, and the workers' records so far."""
+
+    blocks: KVChecksumBlocks
+    records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
+
+    def take(self, record: KVChecksumRecord) -> None:
+        self.records[record.pp_rank, record.tp_rank] = record
+
+
+@dataclass
+class _PendingLoad(_Pending):
+    """A load in progress.
+
+    `unaligned` holds groups whose first loaded block also holds tokens computed
+    here; `params` the request's ``kv_transfer_params`` when the load started.
+    """
+
+    unaligned: set[int] = field(default_factory=set)
+    params: dict[str, Any] = field(default_factory=dict)
+    carrier: str = ""
+
+
+class _NotComparable(Exception):
+    def __init__(self, reason: Unverified) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class KVChecksumScheduler:
+    """The scheduler's part.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        connector: the scheduler-side KV connector.
+        kv_cache_manager: where a request's blocks are looked up.
+        kv_cache_config: the KV cache groups.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        connector: Any,
+        kv_cache_manager: Any,
+        kv_cache_config: Any,
+    ) -> None:
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self.fail_closed: bool = transfer.kv_checksum_fail_closed
+        self.recompute: bool = transfer.kv_load_failure_policy == "recompute"
+        self.tp_size: int = parallel.tensor_parallel_size
+        self.num_workers: int = self.tp_size * parallel.pipeline_parallel_size
+        self.connector = connector
+        self.kv_cache_manager = kv_cache_manager
+        self.kv_cache_config = kv_cache_config
+        self._seqs = count(1)
+        self._scheduled = KVChecksumScheduled()
+        self._sends: dict[str, _Pending] = {}
+        self._recvs: dict[str, _PendingLoad] = {}
+        self._stats: Counter[str] = Counter()
+        self._warned: set[str] = set()
+
+    # ---- which blocks
+
+    def _blocks(
+        self, req_id: str, first_token: int, num_tokens: int
+    ) -> tuple[KVChecksumBlocks, set[int]]:
+        """The transferred blocks of tokens ``[first_token, num_tokens)``.
+
+        Also returns the groups in which `first_token` is inside a block.
+        """
+        rows = self.kv_cache_manager.get_block_ids(req_id)
+        groups: dict[int, tuple[int, list[int]]] = {}
+        unaligned = set()
+        for group_id in self.kv_cache_config.transfer_group_ids:
+            spec = self.kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
+            size = spec.block_size
+            row = rows[group_id][: cdiv(num_tokens, size)]
+            start = first_token // size
+            window = getattr(spec, "sliding_window", None)
+            if window is not None and not hasattr(spec, "attention_chunk_size"):
+                start = max(start, len(row) - cdiv(window, size) - 1)
+            while start < len(row) and row[start] == _NULL_BLOCK:
+                start += 1
+            ids = row[start:]
+            if ids and _NULL_BLOCK not in ids:
+                groups[group_id] = (start, ids)
+                if start * size < first_token:
+                    unaligned.add(group_id)
+        return KVChecksumBlocks(num_tokens, groups), unaligned
+
+    # ---- schedule()
+
+    def add_recv(self, request: Any, num_local_tokens: int) -> None:
+        """An asynchronous load of `request` starts behind its local prefix hit."""
+        carrier = self.connector.kv_checksum_carrier(request, True)
+        if carrier is None:
+            return
+        req_id = request.request_id
+        blocks, unaligned = self._blocks(
+            req_id, num_local_tokens, request.num_computed_tokens
+        )
+        self._scheduled.reqs_to_recv[req_id] = blocks
+        self._recvs[req_id] = _PendingLoad(
+            blocks,
+            unaligned=unaligned,
+            params=request.kv_transfer_params or {},
+            carrier=carrier.value,
+        )
+
+    def add_send(self, request: Any) -> None:
+        """The step being scheduled finishes the KV of `request`'s prompt."""
+        if self.connector.kv_checksum_carrier(request, False) is None:
+            return
+        req_id = request.request_id
+        blocks, _ = self._blocks(req_id, 0, request.num_prompt_tokens)
+        blocks.seq = next(self._seqs)
+        self._scheduled.reqs_to_send[req_id] = blocks
+        self._sends[req_id] = _Pending(blocks)
+
+    def after_schedule(self, output: Any, requests: dict[str, Any]) -> None:
+        """Find the prompts that this step finishes and fill in the step's request."""
+        for req_id, scheduled in output.num_scheduled_tokens.items():
+            request = requests[req_id]
+            computed = request.num_computed_tokens
+            if computed - scheduled < request.num_prompt_tokens <= computed:
+                self.add_send(request)
+        output.kv_checksum_scheduled = self.build_checksum_meta()
+
+    def build_checksum_meta(self) -> KVChecksumScheduled | None:
+        """What the step asks of workers, or None for nothing; starts anew."""
+        scheduled, self._scheduled = self._scheduled, KVChecksumScheduled()
+        return scheduled or None
+
+    # ---- update_from_output()
+
+    def collect(self, output: Any) -> None:
+        """Take the workers' records out of a `KVConnectorOutput` (None: no step)."""
+        if output is None or output.kv_checksums is None:
+            return
+        for record in output.kv_checksums.finalize():
+            for req_id in record.checksums:
+                seq = record.seqs.get(req_id, 0)
+                pending: _Pending | None = self._recvs.get(req_id)
+                if seq:
+                    pending = self._sends.get(req_id)
+                if pending is not None and pending.blocks.seq == seq:
+                    pending.take(record)
+
+    def verify(
+        self,
+        output: Any,
+        requests: dict[str, Any],
+        known_failed: Iterable[str] = (),
+    ) -> set[str]:
+        """Judge the loads that finished; the ids that must fail.
+
+        Args:
+            output: the step's aggregated `KVConnectorOutput`, or None.
+            requests: the scheduler's requests by id.
+            known_failed: ids whose load is already known to have failed.
+        """
+        bad: set[str] = set()
+        if output is None or not self._recvs:
+            return bad
+        known_failed = {*known_failed, *(output.failed_recving or ())}
+        for req_id in known_failed:
+            self._recvs.pop(req_id, None)
+        for req_id in output.finished_recving or ():
+            load = self._recvs.pop(req_id, None)
+            request = requests.get(req_id)
+            if (
+                load is None
+                or request is None
+                or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+            ):
+                continue
+            verdict = self._judge(req_id, load)
+            self._count(verdict, load)
+            if verdict.outcome == "verified":
+                continue
+            self._report(req_id, load, verdict)
+            if self.fail_closed:
+                bad.add(req_id)
+        return bad
+
+    def request_finished(
+        self, request: Any, params: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """`request` ended: drop what is held for it, add its payload to `params`."""
+        self._recvs.pop(request.request_id, None)
+        send = self._sends.pop(request.request_id, None)
+        if send is None or params is None or request.status not in _SENT_STATUSES:
+            return params
+        try:
+            payload = self._payload(request.request_id, send)
+        except _NotComparable as error:
+            self._warn_once(
+                f"sent:{error.reason.value}",
+                "KV checksums not sent: %s (first for request %s)",
+                error.reason.value,
+                request.request_id,
+            )
+            return params
+        text = wire.encode_text(payload)
+        self._stats["payload_bytes"] += len(text)
+        return {**params, KV_TRANSFER_PARAMS_KEY: text}
+
+    # ---- adding up
+
+    def _check_reports(self, req_id: str, pending: _Pending) -> None:
+        if len(pending.records) != self.num_workers:
+            raise _NotComparable(Unverified.WORKERS_MISSING)
+        tokens = {r.num_tokens.get(req_id) for r in pending.records.values()}
+        if tokens != {pending.blocks.num_tokens}:
+            raise _NotComparable(Unverified.OTHER_BLOCKS)
+
+    def _skipped(self, pending: _Pending) -> set[int]:
+        return {g for r in pending.records.values() for g in r.skipped_groups}
+
+    def _fingerprint(self, pending: _Pending, group_id: int) -> int:
+        """Sum over PP stages; the TP ranks of a stage hold the same layers."""
+        by_stage = {
+            r.pp_rank: r.fingerprints.get(group_id, 0) for r in pending.records.values()
+        }
+        return sum(by_stage.values()) & MASK64
+
+    def _parts(self, req_id: str, pending: _Pending, group_id: int) -> Any:
+        start, ids = pending.blocks.groups[group_id]
+        try:
+            parts = add_records(pending.records.values(), req_id, group_id)
+        except ValueError:
+            raise _NotComparable(Unverified.OTHER_BLOCKS) from None
+        if any(p.start != start or len(p.values) != len(ids) for p in parts.values()):
+            raise _NotComparable(Unverified.OTHER_BLOCKS)
+        return parts
+
+    def _block_size(self, group_id: int) -> int:
+        return self.kv_cache_config.kv_cache_groups[group_id].kv_cache_spec.block_size
+
+    def _payload(self, req_id: str, send: _Pending) -> KVChecksumPayload:
+        self._check_reports(req_id, send)
+        skipped = self._skipped(send)
+        groups = {}
+        for group_id, (start, _) in send.blocks.groups.items():
+            if group_id in skipped:
+                continue
+            parts = self._parts(req_id, send, group_id)
+            try:
+                # Check 0 adds copy 0 of every layer.
+                values = replica_checks(parts)[0]
+            except ValueError:
+                raise _NotComparable(Unverified.REPLICA_MISSING) from None
+            groups[group_id] = GroupChecksums(
+                self._fingerprint(send, group_id),
+                self._block_size(group_id),
+                start,
+                values,
+            )
+        return KVChecksumPayload(send.blocks.num_tokens, self.tp_size, groups)
+
+    def _local_group(
+        self, req_id: str, load: _PendingLoad, group_id: int
+    ) -> LocalGroup | Unverified:
+        if group_id in load.unaligned:
+            return Unverified.UNALIGNED_START
+        try:
+            checks = replica_checks(self._parts(req_id, load, group_id))
+        except _NotComparable as error:
+            return error.reason
+        except ValueError:
+            return Unverified.REPLICA_MISSING
+        return LocalGroup(
+            self._fingerprint(load, group_id),
+            self._block_size(group_id),
+            load.blocks.groups[group_id][0],
+            checks,
+        )
+
+    def _judge(self, req_id: str, load: _PendingLoad) -> LoadVerdict:
+        text = load.params.get(KV_TRANSFER_PARAMS_KEY)
+        if text is None:
+            return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
+        try:
+            payload = wire.decode_text(text)
+        except wire.PayloadVersionError:
+            return LoadVerdict(unverified=Unverified.PAYLOAD_VERSION)
+        except ValueError as error:
+            logger.debug("KV checksum payload of request %s: %s", req_id, error)
+            return LoadVerdict(unverified=Unverified.BAD_PAYLOAD)
+        try:
+            self._check_reports(req_id, load)
+        except _NotComparable as error:
+            return LoadVerdict(unverified=error.reason)
+        skipped = self._skipped(load)
+        local: dict[int, LocalGroup | Unverified | None] = {
+            group_id: self._local_group(req_id, load, group_id)
+            for group_id in load.blocks.groups
+            if group_id not in skipped
+        }
+        return judge(payload, local, load.blocks.num_tokens)
+
+    # ---- what is seen from outside
+
+    def take_stats(self) -> dict[str, int] | None:
+        """Counts since the last call, by `metrics` key, or None."""
+        stats, self._stats = self._stats, Counter()
+        return dict(stats) or None
+
+    def _count(self, verdict: LoadVerdict, load: _PendingLoad) -> None:
+        outcome = verdict.outcome
+        self._stats[f"loads:{outcome}:{load.carrier}"] += 1
+        if outcome == "unverified" and verdict.reason is not None:
+            self._stats[f"unverified:{verdict.reason.value}"] += 1
+        self._stats["blocks_compared"] += verdict.num_compared
+        self._stats["blocks_mismatched"] += verdict.num_mismatched
+        if outcome != "verified" and self.fail_closed:
+            self._stats["recomputed" if self.recompute else "failed"] += 1
+
+    def _action(self) -> str:
+        if not self.fail_closed:
+            return "served as loaded"
+        return "recomputing from token 0" if self.recompute else "request failed"
+
+    def _report(self, req_id: str, load: _PendingLoad, verdict: LoadVerdict) -> None:
+        if not verdict.mismatched:
+            reason = verdict.reason
+            assert reason is not None
+            logger.debug("KV load of request %s not verified: %s", req_id, reason.value)
+            self._warn_once(
+                f"load:{reason.value}",
+                "KV checksums not verified: %s (first for request %s; %s)",
+                reason.value,
+                req_id,
+                self._action(),
+            )
+            return
+        details = "; ".join(
+            f"group {group_id}: {len(group.positions)} of {group.compared} blocks differ, "
+            + ", ".join(
+                f"position {d.position} sent {d.expected:016x} loaded {d.found:016x}"
+                for d in group.samples
+            )
+            for group_id, group in list(verdict.groups.items())[:4]
+            if group.positions
+        )
+        logger.error(
+            "KV checksum mismatch: request %s, remote engine %s at %s:%s, %s; %s",
+            req_id,
+            _short(load.params.get("remote_engine_id")),
+            _short(load.params.get("remote_host")),
+            _short(load.params.get("remote_port")),
+            details,
+            self._action(),
+        )
+
+    def _warn_once(self, key: str, message: str, *args: object) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            logger.warning(message, *args)
+
+
+def _short(value: object) -> str:
+    """A client's value, bounded for the log."""
+    return str(value)[:64]
+
+
+def create_kv_checksum_scheduler(
+    vllm_config: Any, connector: Any, kv_cache_manager: Any, kv_cache_config: Any
+) -> KVChecksumScheduler | None:
+    """The scheduler's part, or None if checksums are off or cannot work here.
+
+    Raises:
+        ValueError: they cannot work here and `kv_checksum_fail_closed` is set.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.enable_kv_checksum:
+        return None
+    reason = _why_not(vllm_config, connector)
+    if reason is None:
+        logger.info(
+            "KV checksums are on: loads through %s are verified, %s",
+            transfer.kv_connector,
+            f"fail-closed ({transfer.kv_load_failure_policy})"
+            if transfer.kv_checksum_fail_closed
+            else "fail-open",
+        )
+        return KVChecksumScheduler(
+            vllm_config, connector, kv_cache_manager, kv_cache_config
+        )
+    if transfer.kv_checksum_fail_closed:
+        raise ValueError(
+            f"kv_checksum_fail_closed is set, but {reason}. Unset "
+            "kv_checksum_fail_closed and enable_kv_checksum in "
+            "--kv-transfer-config, or use a set-up that checksums support."
+        )
+    logger.warning("KV checksums are off (enable_kv_checksum has no effect): %s", reason)
+    return None
+
+
+def _why_not(vllm_config: Any, connector: Any) -> str | None:
+    """Why checksums cannot work in this configuration, or None."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    parallel = vllm_config.parallel_config
+    if type(connector).kv_checksum_carrier is KVConnectorBase_V1.kv_checksum_carrier:
+        name = vllm_config.kv_transfer_config.kv_connector
+        return f"the KV connector {name} does not carry KV checksums"
+    if max(
+        parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    ) > 1:
+        return "context parallelism (DCP or PCP > 1) is not supported"
+    if parallel.distributed_executor_backend == "external_launcher" and (
+        parallel.world_size > 1
+    ):
+        return "with the external launcher each rank sees its own worker only"
+    return None

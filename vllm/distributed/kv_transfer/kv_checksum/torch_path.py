@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checksum in PyTorch: the reference on the device, and the CPU path.
+
+int64 arithmetic stands for uint64: products and sums wrap alike, and shifts are
+made logical by masking.
+"""
+
+import torch
+
+from .layout import LayerView, gather_elements
+
+_MAX_GATHER_BYTES = 64 * 2**20
+"""Bound on the transient memory of one chunk of `sum_layer`, in bytes."""
+
+_ARRAYS_PER_PIECE = 4
+"""int64 arrays alive at once per gathered piece: the pieces, a shifted copy, and
+what reading them takes (a narrow or transposed copy)."""
+
+_LOW31 = 2**31 - 1
+_LOW32 = 2**32 - 1
+
+
+def sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Add one layer's block sums to `out`.
+
+    Args:
+        layer: what to read.
+        rows: int64 ``(3, n)``: block id, position in the request of the block's
+            first token, number of its tokens that count.
+        out: int64 ``(n,)``, added to in place.
+    """
+    per_row = gather_elements(layer) * 8 * _ARRAYS_PER_PIECE
+    step = max(1, _MAX_GATHER_BYTES // per_row)
+    for at in range(0, rows.shape[1], step):
+        chunk = slice(at, at + step)
+        out[chunk] += _sum_chunk(layer, *rows[:, chunk])
+
+
+def _sum_chunk(
+    layer: LayerView, ids: torch.Tensor, first: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    x = _pieces(layer, ids)
+    _, ratio, _, tokens, pieces = x.shape
+    token = torch.arange(ratio * tokens, device=x.device).view(1, ratio, 1, tokens, 1)
+    piece = torch.arange(pieces, device=x.device)
+    weights = (first.view(-1, 1, 1, 1, 1) + token) * pieces + piece
+    weights.mul_(2).add_(1)
+    x ^= (x >> 33).bitwise_and_(_LOW31)
+    x *= layer.factors.view(1, 1, -1, 1, 1)
+    x *= weights
+    x ^= (x >> 32).bitwise_and_(_LOW32)
+    x.masked_fill_(token >= valid.view(-1, 1, 1, 1, 1), 0)
+    return x.sum(dim=(1, 2, 3, 4))
+
+
+def _pieces(layer: LayerView, ids: torch.Tensor) -> torch.Tensor:
+    """int64 pieces ``(n, kernel blocks, heads, tokens, pieces)``, a fresh tensor."""
+    raw = layer.blocks[ids]
+    if layer.transposed_keys:
+        n, ratio, heads, tokens, content = raw.shape
+        keys, values = raw.view(n, ratio, heads, 2, -1).unbind(3)
+        keys = keys.view(n, ratio, heads, content // 2, tokens).transpose(-1, -2)
+        values = values.view(n, ratio, heads, tokens, content // 2)
+        raw = torch.cat((keys, values), dim=-1)
+        width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[layer.piece_bytes]
+        raw = raw.view(width)
+    if raw.dtype == torch.int64:
+        return raw
+    return raw.to(torch.int64).bitwise_and_((1 << 8 * layer.piece_bytes) - 1)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing what a producer sent with what a consumer holds: pure functions.
+
+*verified* is said only of a group of which at least one block was compared and
+none differed. What cannot be compared is *unverified* with a reason from a fixed
+set, never verified.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from .payload import GroupChecksums, KVChecksumPayload
+
+
+class Unverified(str, Enum):
+    """Why a load, or a group of it, could not be compared (fixed set)."""
+
+    NO_PAYLOAD = "no_payload"
+    PAYLOAD_VERSION = "payload_version"
+    BAD_PAYLOAD = "bad_payload"
+    WORKERS_MISSING = "workers_missing"
+    OTHER_BLOCKS = "other_blocks"
+    ONE_SIDE_ONLY = "one_side_only"
+    FINGERPRINT = "fingerprint"
+    REPLICA_MISSING = "replica_missing"
+    BLOCK_SIZES = "block_sizes"
+    UNALIGNED_START = "unaligned_start"
+    NOTHING_IN_COMMON = "nothing_in_common"
+    NUM_TOKENS = "num_tokens"
+
+
+@dataclass
+class LocalGroup:
+    """A consumer's whole-model sums of one group.
+
+    Attributes:
+        start: position of the first loaded block.
+        checks: one uint64 array of shape ``(positions,)`` per replica check.
+    """
+
+    fingerprint: int
+    block_size: int
+    start: int
+    checks: list[np.ndarray]
+
+
+@dataclass
+class Difference:
+    """One position whose sums differ: producer's and consumer's value."""
+
+    position: int
+    expected: int
+    found: int
+
+
+@dataclass
+class GroupVerdict:
+    """Outcome for one group; `positions` are consumer block positions."""
+
+    compared: int = 0
+    positions: list[int] = field(default_factory=list)
+    samples: list[Difference] = field(default_factory=list)
+    unverified: Unverified | None = None
+
+
+@dataclass
+class LoadVerdict:
+    """Outcome for one load."""
+
+    groups: dict[int, GroupVerdict] = field(default_factory=dict)
+    unverified: Unverified | None = None
+
+    @property
+    def mismatched(self) -> bool:
+        return any(group.positions for group in self.groups.values())
+
+    @property
+    def reason(self) -> Unverified | None:
+        """Why the load is unverified, or None; a mismatch comes before this."""
+        if self.unverified is not None:
+            return self.unverified
+        for group in self.groups.values():
+            if group.unverified is not None:
+                return group.unverified
+        return None if self.groups else Unverified.NOTHING_IN_COMMON
+
+    @property
+    def outcome(self) -> str:
+        if self.mismatched:
+            return "mismatch"
+        return "verified" if self.reason is None else "unverified"
+
+    @property
+    def num_compared(self) -> int:
+        return sum(group.compared for group in self.groups.values())
+
+    @property
+    def num_mismatched(self) -> int:
+        return sum(len(group.positions) for group in self.groups.values())
+
+
+MAX_SAMPLES = 3
+"""Differences kept with their values, per group."""
+
+
+def judge(
+    payload: KVChecksumPayload,
+    local: dict[int, LocalGroup | Unverified | None],
+    num_tokens: int,
+) -> LoadVerdict:
+    """Compare one load.
+
+    Args:
+        payload: what the producer sent.
+        local: per KV cache group that this side checksums, what it summed, or
+            why it could not, or None if no block of the group was loaded.
+        num_tokens: tokens of the request that the load covers.
+
+    A group that neither side checksums is in neither argument and stays out of
+    the verdict.
+    """
+    verdict = LoadVerdict()
+    for group_id in sorted({*payload.groups, *local}):
+        theirs = payload.groups.get(group_id)
+        ours = local.get(group_id)
+        if group_id not in local or (theirs is None and ours is not None):
+            outcome = GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
+        elif ours is None:
+            continue
+        elif isinstance(ours, Unverified):
+            outcome = GroupVerdict(unverified=ours)
+        else:
+            assert theirs is not None
+            outcome = compare_group(theirs, payload.num_tokens, ours, num_tokens)
+        verdict.groups[group_id] = outcome
+    if payload.num_tokens < num_tokens:
+        # Part of what was loaded has no checksum.
+        verdict.unverified = Unverified.NUM_TOKENS
+    return verdict
+
+
+def compare_group(
+    theirs: GroupChecksums, their_tokens: int, ours: LocalGroup, our_tokens: int
+) -> GroupVerdict:
+    """Compare one group position by position, in chunks of the larger block size."""
+    if theirs.fingerprint != ours.fingerprint:
+        return GroupVerdict(unverified=Unverified.FINGERPRINT)
+    large = max(theirs.block_size, ours.block_size)
+    if large % theirs.block_size or large % ours.block_size:
+        return GroupVerdict(unverified=Unverified.BLOCK_SIZES)
+    if ours.start * ours.block_size % large:
+        return GroupVerdict(unverified=Unverified.UNALIGNED_START)
+    first_t, sums_t = _chunks(
+        theirs.start, theirs.values, theirs.block_size, large, their_tokens
+    )
+    result = GroupVerdict()
+    bad: set[int] = set()
+    for check in ours.checks:
+        first_o, sums_o = _chunks(ours.start, check, ours.block_size, large, our_tokens)
+        low = max(first_t, first_o)
+        high = min(first_t + len(sums_t), first_o + len(sums_o))
+        # The last chunk counts only if both hold equally many tokens in it.
+        shared = min(their_tokens, our_tokens)
+        if their_tokens != our_tokens:
+            high = min(high, shared // large)
+        if high <= low:
+            return GroupVerdict(unverified=Unverified.NOTHING_IN_COMMON)
+        expected = sums_t[low - first_t : high - first_t]
+        found = sums_o[low - first_o : high - first_o]
+        result.compared = high - low
+        for at in np.flatnonzero(expected != found):
+            position = int(low + at) * large // ours.block_size
+            if position not in bad and len(result.samples) < MAX_SAMPLES:
+                result.samples.append(
+                    Difference(position, int(expected[at]), int(found[at]))
+                )
+            bad.add(position)
+    ratio = large // ours.block_size
+    last = -(-our_tokens // ours.block_size)
+    result.compared = min(result.compared * ratio, last - ours.start)
+    result.positions = [
+        p for q in sorted(bad) for p in range(q, min(q + ratio, last))
+    ]
+    return result
+
+
+def _chunks(
+    start: int, values: np.ndarray, block_size: int, large: int, num_tokens: int
+) -> tuple[int, np.ndarray]:
+    """Sums of whole chunks of `large` tokens, and the number of the first.
+
+    A chunk is kept only if every block of it that holds tokens is in `values`;
+    blocks past the last token count as zero.
+    """
+    ratio = large // block_size
+    if ratio == 1:
+        return start, values
+    first = -(-start // ratio)
+    values = values[first * ratio - start :]
+    if first * ratio + len(values) >= -(-num_tokens // block_size):
+        padding = -len(values) % ratio
+        values = np.concatenate([values, np.zeros(padding, np.uint64)])
+    whole = len(values) // ratio
+    sums = values[: whole * ratio].reshape(whole, ratio).sum(axis=1, dtype=np.uint64)
+    return first, sums

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's life on a worker: what is summed, when, and how it reaches the host.
+
+Nothing here waits for the device on the engine step. Sums are added up on the
+device; the worker's own stream copies them to pinned memory, and whoever needs
+them first (the pickling thread, or the scheduler in the same process) waits for
+that copy's event.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.logger import init_logger
+from vllm.utils import torch_utils
+
+from . import torch_path
+from .checksum import (
+    KVChecksumBlocks,
+    KVChecksumGroup,
+    KVChecksumRecord,
+    KVChecksumScheduled,
+)
+from .layout import GroupView, Sharding, SkipGroup, TokenOrder, build_group
+from .torch_path import _MAX_GATHER_BYTES
+
+__all__ = [
+    "_MAX_GATHER_BYTES",
+    "KVChecksumOutput",
+    "KVChecksumWorker",
+    "create_kv_checksum_worker",
+]
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class _Part:
+    """Where one request's sums of one group lie in the copied buffer."""
+
+    req_id: str
+    group: GroupView
+    start: int
+    rows: slice
+
+
+@dataclass
+class _Pending:
+    """Sums on their way to the host.
+
+    `device` keeps the device buffer alive until `event` has passed.
+    """
+
+    record: KVChecksumRecord
+    parts: list[_Part]
+    host: torch.Tensor
+    device: torch.Tensor
+    event: Any = None
+
+    def finalize(self) -> KVChecksumRecord:
+        if self.event is not None:
+            self.event.synchronize()
+        values = self.host.numpy().view(np.uint64)
+        for part in self.parts:
+            keys = part.group.replica_keys
+            self.record.checksums[part.req_id][part.group.group_id] = KVChecksumGroup(
+                part.start, keys, values[part.rows, : len(keys)].copy()
+            )
+        return self.record
+
+
+class KVChecksumOutput:
+    """Records of one or more workers for one step, possibly still being copied.
+
+    Pickles as its records; `finalize` may be called from any thread, repeatedly.
+    """
+
+    def __init__(self, entries: "list[_Pending | KVChecksumRecord]") -> None:
+        self._entries = entries
+
+    def finalize(self) -> list[KVChecksumRecord]:
+        """Wait for the copies; the records."""
+        self._entries = [
+            e.finalize() if isinstance(e, _Pending) else e for e in self._entries
+        ]
+        return list(self._entries)  # type: ignore[arg-type]
+
+    def aggregate(self, other: "KVChecksumOutput | None") -> "KVChecksumOutput":
+        """Both outputs' records in a new output, without waiting."""
+        return KVChecksumOutput(self._entries + (other._entries if other else []))
+
+    def __reduce__(self) -> Any:
+        return KVChecksumOutput, (self.finalize(),)
+
+
+class KVChecksumWorker:
+    """Sums KV blocks of this worker's layers.
+
+    Args:
+        kv_cache_config: vLLM's KV cache configuration of this worker.
+        kv_caches: per layer name, its ``[B, H, N, C]`` cache.
+        tp_rank, tp_size, pp_rank: where this worker stands.
+        uniform_kv_heads: the model's KV head count if every layer shares it.
+        order: what is known of caches whose rows are not one token's bytes.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: Any,
+        kv_caches: Mapping[str, torch.Tensor],
+        *,
+        tp_rank: int,
+        tp_size: int,
+        pp_rank: int,
+        uniform_kv_heads: int | None,
+        order: TokenOrder | None = None,
+    ) -> None:
+        self.tp_rank, self.pp_rank = tp_rank, pp_rank
+        self.groups: dict[int, GroupView] = {}
+        self.skipped: dict[int, str] = {}
+        shard = Sharding(tp_rank, tp_size, uniform_kv_heads)
+        for group_id in kv_cache_config.transfer_group_ids:
+            group = kv_cache_config.kv_cache_groups[group_id]
+            try:
+                view = build_group(
+                    group_id,
+                    group,
+                    kv_caches,
+                    kv_cache_config.num_blocks,
+                    shard,
+                    order or TokenOrder(),
+                )
+            except SkipGroup as reason:
+                self.skipped[group_id] = str(reason)
+                logger.warning(
+                    "KV checksums skip KV cache group %d: %s", group_id, reason
+                )
+                continue
+            if view is not None:
+                self.groups[group_id] = view
+        device = next(iter(kv_caches.values())).device if kv_caches else "cpu"
+        self.device = torch.device(device)
+        self._copy_stream = (
+            None if self.device.type == "cpu" else torch.cuda.Stream(self.device)
+        )
+        self._columns = max((len(g.replica_keys) for g in self.groups.values()), default=1)
+        self._sends: dict[str, KVChecksumBlocks] = {}
+        self._recvs: dict[str, KVChecksumBlocks] = {}
+        logger.info(
+            "KV checksums cover KV cache groups %s (%d layers) on PP rank %d, TP rank "
+            "%d; skipped: %s",
+            sorted(self.groups),
+            sum(len(g.layers) for g in self.groups.values()),
+            pp_rank,
+            tp_rank,
+            self.skipped or "none",
+        )
+
+    def bind(self, scheduled: KVChecksumScheduled | None) -> None:
+        """Take over what the scheduler asks of this step. Once per step."""
+        self._sends = {}
+        if scheduled is not None:
+            self._sends = scheduled.reqs_to_send
+            self._recvs.update(scheduled.reqs_to_recv)
+
+    def post_forward(
+        self,
+        finished_recving: set[str] | None,
+        failed_recving: set[str],
+        finished_req_ids: set[str],
+        defer_sends: bool = False,
+    ) -> KVChecksumOutput | None:
+        """Sum the loads that finished and, unless deferred, this step's sends.
+
+        Args:
+            finished_recving: requests whose load this worker reports finished.
+            failed_recving: those of them whose load failed.
+            finished_req_ids: requests that ended since the last step.
+            defer_sends: the drafter still writes KV; `finalize_step` follows.
+        """
+        work: dict[str, KVChecksumBlocks] = {}
+        if self._recvs:
+            for req_id in finished_req_ids:
+                self._recvs.pop(req_id, None)
+            for req_id in finished_recving or ():
+                blocks = self._recvs.pop(req_id, None)
+                if blocks is not None and req_id not in failed_recving:
+                    work[req_id] = blocks
+        output = self._sum(work)
+        if not defer_sends:
+            output = self.finalize_step(output)
+        return output
+
+    def finalize_step(self, output: KVChecksumOutput | None) -> KVChecksumOutput | None:
+        """Sum this step's sends, after everything that writes their KV."""
+        sends, self._sends = self._sends, {}
+        sums = self._sum(sends)
+        if output is None or sums is None:
+            return output or sums
+        return output.aggregate(sums)
+
+    def _sum(self, work: dict[str, KVChecksumBlocks]) -> KVChecksumOutput | None:
+        if not work:
+            return None
+        record = KVChecksumRecord(
+            self.pp_rank,
+            self.tp_rank,
+            checksums={req_id: {} for req_id in work},
+            skipped_groups=self.skipped,
+            fingerprints={i: g.fingerprint for i, g in self.groups.items()},
+            num_tokens={req_id: b.num_tokens for req_id, b in work.items()},
+            seqs={req_id: b.seq for req_id, b in work.items()},
+            block_sizes={i: g.block_size for i, g in self.groups.items()},
+        )
+        rows, segments, parts = _build_rows(self.groups, work)
+        if not parts:
+            return KVChecksumOutput([record])
+        device_rows = torch_utils.async_tensor_h2d(
+            torch.from_numpy(rows), device=self.device
+        )
+        sums = torch.zeros(
+            (rows.shape[1], self._columns), dtype=torch.int64, device=self.device
+        )
+        for group, segment in segments:
+            for layer in group.layers:
+                column = group.replica_keys.index(layer.replica_key)
+                torch_path.sum_layer(
+                    layer, device_rows[:, segment], sums[segment, column]
+                )
+        return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
+
+    def _copy_to_host(
+        self, record: KVChecksumRecord, parts: list[_Part], sums: torch.Tensor
+    ) -> _Pending:
+        if self._copy_stream is None:
+            return _Pending(record, parts, sums, sums)
+        # The current stream is asked for here: the runner switches streams later
+        # than this object is made.
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        event = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._copy_stream):
+            host.copy_(sums, non_blocking=True)
+            event.record(self._copy_stream)
+        sums.record_stream(self._copy_stream)
+        return _Pending(record, parts, host, sums, event)
+
+
+def _build_rows(
+    groups: dict[int, GroupView], work: dict[str, KVChecksumBlocks]
+) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[_Part]]:
+    """Rows of all groups: int64 ``(3, n)`` of block id, first token, valid tokens.
+
+    Each group starts at an even column, so that reads of it stay 16-byte aligned.
+    """
+    columns: list[np.ndarray] = []
+    segments: list[tuple[GroupView, slice]] = []
+    parts: list[_Part] = []
+    at = 0
+    for group_id, group in groups.items():
+        first_column = at
+        for req_id, blocks in work.items():
+            start, ids = blocks.groups.get(group_id, (0, []))
+            if not len(ids):
+                continue
+            first = (start + np.arange(len(ids))) * group.block_size
+            valid = np.clip(blocks.num_tokens - first, 0, group.block_size)
+            columns.append(np.stack([np.asarray(ids, np.int64), first, valid]))
+            parts.append(_Part(req_id, group, start, slice(at, at + len(ids))))
+            at += len(ids)
+        if at > first_column:
+            segments.append((group, slice(first_column, at)))
+        if at % 2:
+            columns.append(np.zeros((3, 1), np.int64))
+            at += 1
+    rows = np.concatenate(columns, axis=1) if columns else np.zeros((3, 0), np.int64)
+    return np.ascontiguousarray(rows), segments, parts
+
+
+def create_kv_checksum_worker(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> KVChecksumWorker | None:
+    """The worker's part, or None if checksums are off."""
+    if not vllm_config.kv_transfer_config.enable_kv_checksum:
+        return None
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tp = get_tp_group()
+    return KVChecksumWorker(
+        kv_cache_config,
+        kv_caches,
+        tp_rank=tp.rank_in_group,
+        tp_size=tp.world_size,
+        pp_rank=get_pp_group().rank_in_group,
+        uniform_kv_heads=_uniform_kv_heads(vllm_config),
+        order=_token_order(vllm_config, kv_caches),
+    )
+
+
+def _uniform_kv_heads(vllm_config: Any) -> int | None:
+    """The KV head count that every layer, a draft model's too, shares, or None."""
+    model = vllm_config.model_config
+    heads = model.get_total_num_kv_heads()
+    if model.model_arch_config.per_layer_overrides:
+        return None
+    if getattr(model.hf_text_config, "num_global_key_value_heads", None):
+        return None
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft.get_total_num_kv_heads() != heads:
+        return None
+    return heads
+
+
+_TRANSPOSED_KEY_ISAS = ("vec", "vec16")
+"""CPU attention variants whose blocks hold keys as [head_size, tokens]; measured
+by writing single tokens with bf16 and float32 caches."""
+
+
+def _token_order(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> TokenOrder:
+    """Which layers CPU attention writes, and in which order."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    layers = vllm_config.compilation_config.static_forward_context
+    transposed, unreadable = set(), {}
+    for name, cache in kv_caches.items():
+        backend = getattr(layers.get(name), "attn_backend", None)
+        if backend is None or backend.get_name() != "CPU_ATTN":
+            continue
+        isa = _get_attn_isa(cache.dtype, cache.shape[2], cache.shape[3] // 2)
+        if isa in _TRANSPOSED_KEY_ISAS and cache.element_size() in (2, 4):
+            transposed.add(name)
+        else:
+            unreadable[name] = f"CPU attention variant {isa!r} packs keys in its own order"
+    return TokenOrder(frozenset(transposed), unreadable)
