@@ -133,15 +133,13 @@ class KVChecksumScheduler:
 
     # ---- schedule()
 
-    def add_recv(self, request: Any, num_local_tokens: int) -> None:
-        """An asynchronous load of `request` starts behind its local prefix hit."""
+    def add_recv(self, request: Any, num_local_tokens: int, num_tokens: int) -> None:
+        """An asynchronous load of tokens ``[num_local_tokens, num_tokens)`` starts."""
         carrier = self.connector.kv_checksum_carrier(request, True)
         if carrier is None:
             return
         req_id = request.request_id
-        blocks, unaligned = self._blocks(
-            req_id, num_local_tokens, request.num_computed_tokens
-        )
+        blocks, unaligned = self._blocks(req_id, num_local_tokens, num_tokens)
         self._scheduled.reqs_to_recv[req_id] = blocks
         self._recvs[req_id] = _PendingLoad(
             blocks,

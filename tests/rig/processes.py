@@ -1,0 +1,90 @@
+"""Finding and ending everything that a server started, whatever process group it moved to."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told from a later one with the same number by its start time."""
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What /proc/PID/stat says."""
+
+    state: str
+    parent: int
+    session: int
+    process: Process
+
+
+def _table() -> dict[int, _Row]:
+    """Return every process of the machine."""
+    rows = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            process = Process(int(entry.name), int(fields[19]))
+            rows[process.pid] = _Row(fields[0], int(fields[1]), int(fields[3]), process)
+    return rows
+
+
+def family(leader: int, known: set[Process] | None = None) -> set[Process]:
+    """Return the living processes of the leader's session, of ``known``, and all their descendants."""
+    table = _table()
+    remembered = known or set()
+    found = {pid for pid, row in table.items() if pid == leader or row.session == leader or row.process in remembered}
+    grew = True
+    while grew:
+        children = {pid for pid, row in table.items() if row.parent in found} - found
+        found |= children
+        grew = bool(children)
+    return {table[pid].process for pid in found if table[pid].state not in "ZX"}
+
+
+def send(targets: set[Process], number: signal.Signals) -> None:
+    """Signal each process that is still the one meant."""
+    table = _table()
+    for target in targets:
+        row = table.get(target.pid)
+        if row is not None and row.process == target:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target.pid, number)
+
+
+def end(leader: int, polite_s: float) -> None:
+    """End a session's leader politely, then whatever is left of its family by force."""
+    members = family(leader)
+    if any(member.pid == leader for member in members):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGTERM)
+    deadline = time.monotonic() + polite_s
+    while (members := family(leader, members)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    deadline = time.monotonic() + 10
+    while (members := family(leader, members)) and time.monotonic() < deadline:
+        send(members, signal.SIGKILL)
+        time.sleep(0.05)
+    if members:
+        raise RuntimeError(f"processes survived SIGKILL: {sorted(member.pid for member in members)}")
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when the thread that started it ends (for ``preexec_fn``)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,299 @@
+"""Real ``vllm serve`` processes, started in parallel, asked over HTTP, and ended with nothing left behind."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from rig import processes
+from rig.forkserver import ForkedProcess, ForkServer
+from rig.model import CACHE
+
+SERVED_NAME = "tiny"
+HOST = "127.0.0.1"
+
+Labels = frozenset[tuple[str, str]]
+
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TRITON_INTERPRET": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "UCX_TLS": "tcp,self,sm",
+    "VLLM_HOST_IP": HOST,
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONHASHSEED": "0",
+    "VLLM_CACHE_ROOT": str(CACHE / "vllm-cache"),
+}
+
+_given_ports: set[int] = set()
+_running: list[Server] = []
+_lock = threading.RLock()
+
+
+class ServerError(RuntimeError):
+    """A server died or did not come up; the message holds what its log says about it."""
+
+
+def free_port() -> int:
+    """Return a port that is free now and that this process has not handed out before."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        with _lock:
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
+
+
+class Server:
+    """One vLLM instance.
+
+    ``role`` is ``kv_producer``, ``kv_consumer``, ``kv_both``, or None for an instance without a connector.
+    ``transfer`` adds to or overrides the keys of ``--kv-transfer-config``; ``args`` and ``env`` add to the
+    command line and the environment. With ``fork_server`` the process is forked from it, which starts faster;
+    without, it is a plain ``vllm serve``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str | None,
+        *,
+        model: Path,
+        port: int | None = None,
+        connector: str = "NixlConnector",
+        transfer: Mapping[str, Any] | None = None,
+        tp: int = 1,
+        block_size: int = 32,
+        dtype: str = "bfloat16",
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        log_dir: Path = CACHE / "logs",
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        self.name, self.role, self.model, self.tp = name, role, model, tp
+        self.connector, self.transfer = connector, dict(transfer or {})
+        self.block_size, self.dtype, self.args = block_size, dtype, tuple(args)
+        self.env = dict(env or {})
+        self.port = port or free_port()
+        self.log = log_dir / f"{name}.log"
+        self.ready_s: float | None = None
+        self._fork_server = fork_server
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._began = 0.0
+        self._client = httpx.Client(base_url=f"http://{HOST}:{self.port}", trust_env=False, timeout=120)
+
+    def command(self) -> list[str]:
+        """Return the command line."""
+        line = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.model)]
+        line += ["--host", HOST, "--port", str(self.port), "--served-model-name", SERVED_NAME, "--seed", "0"]
+        line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+        line += ["--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details"]
+        line += ["--block-size", str(self.block_size), "--dtype", self.dtype]
+        if self.tp > 1:
+            line += ["--tensor-parallel-size", str(self.tp), "--distributed-executor-backend", "mp"]
+        if self.role is not None:
+            config = {"kv_connector": self.connector, "kv_role": self.role, "kv_buffer_device": "cpu", **self.transfer}
+            kept = {key: value for key, value in config.items() if value is not None}
+            line += ["--kv-transfer-config", json.dumps(kept)]
+        return [*line, *self.args]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of the process."""
+        inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
+        ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(free_port())}
+        single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if self.tp == 1 else {}
+        return {**inherited, **ENVIRONMENT, **ports, **single, **self.env}
+
+    def start(self) -> Server:
+        """Start the process in a session of its own and return at once."""
+        if self._process is not None:
+            raise ServerError(f"{self.name} was started already")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        _watch_signals()
+        self._began = time.monotonic()
+        self._process = self._launch()
+        with _lock:
+            _running.append(self)
+        return self
+
+    def _launch(self) -> subprocess.Popen[bytes] | ForkedProcess:
+        """Start the process, outside the repository so that no folder of it can shadow a package."""
+        if self._fork_server is not None:
+            return self._fork_server.launch(self.command(), self.environment(), self.log)
+        main = threading.current_thread() is threading.main_thread()
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                self.command(),
+                cwd=self.log.parent,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=processes.die_with_parent if main else None,
+            )
+
+    def alive(self) -> bool:
+        """Tell whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(self, timeout: float = 240) -> Server:
+        """Wait until the server answers; raise with the log's errors if it dies or takes too long."""
+        while time.monotonic() - self._began < timeout:
+            if not self.alive():
+                code = self._process.returncode if self._process else None
+                raise ServerError(f"{self.name} died (exit {code}) before it was ready\n{self.log_errors()}")
+            with contextlib.suppress(httpx.HTTPError):
+                if self._client.get("/health", timeout=2).status_code == 200:
+                    self.ready_s = time.monotonic() - self._began
+                    return self
+            time.sleep(0.2)
+        raise ServerError(f"{self.name} was not ready after {timeout:.0f} s\n{self.log_errors()}")
+
+    def post(self, path: str, *, headers: Mapping[str, str] | None = None, **body: Any) -> httpx.Response:
+        """Post a JSON body and return the response, whatever its status."""
+        return self._client.post(path, json=body, headers=dict(headers or {}))
+
+    def completions(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        **body: Any,
+    ) -> httpx.Response:
+        """Ask for a greedy completion (override by keyword) and return the response, whatever its status."""
+        asked: dict[str, Any] = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        if kv_transfer_params is not None:
+            asked["kv_transfer_params"] = dict(kv_transfer_params)
+        headers = {"X-Request-Id": request_id} if request_id else None
+        return self.post("/v1/completions", headers=headers, **{**asked, **body})
+
+    def metrics(self) -> dict[tuple[str, Labels], float]:
+        """Return every sample of /metrics by name and labels."""
+        page = self._client.get("/metrics").raise_for_status().text
+        samples = (sample for group in text_string_to_metric_families(page) for sample in group.samples)
+        return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of the samples of this name that carry these labels; 0 if there are none."""
+        wanted = labels.items()
+        return sum(value for (found, carried), value in self.metrics().items() if found == name and wanted <= carried)
+
+    def log_text(self) -> str:
+        """Return everything the server has written."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def log_errors(self, limit: int = 20) -> str:
+        """Return the log's lines that tell of errors, or its end if there are none."""
+        lines = self.log_text().splitlines()
+        telling = [line for line in lines if "Error" in line or "Exception" in line or "error:" in line]
+        return "\n".join(line[:400] for line in (telling or lines)[-limit:]) + f"\n(log: {self.log})"
+
+    def stop(self) -> None:
+        """End the server and everything it started. Safe to call again."""
+        with _lock:
+            if self in _running:
+                _running.remove(self)
+        self._client.close()
+        if self._process is not None:
+            processes.end(self._process.pid, polite_s=8)
+            self._process.poll()
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def fork_server(log_dir: Path = CACHE / "logs") -> ForkServer:
+    """Start a fork server whose imports happen under the servers' environment."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
+    return ForkServer({**inherited, **ENVIRONMENT}, log_dir / "forkserver.log")
+
+
+@contextlib.contextmanager
+def serving(*servers: Server, timeout: float = 240) -> Iterator[None]:
+    """Start the servers at the same time, wait until all are ready, and stop them at the end."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready(timeout)
+        yield
+    finally:
+        stop_all(servers)
+
+
+def stop_all(servers: Sequence[Server] | None = None) -> None:
+    """Stop these servers, or all that this process started, at the same time."""
+    with _lock:
+        targets = list(_running if servers is None else servers)
+    threads = [threading.Thread(target=server.stop) for server in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def prefill(p: Server, prompt: str | Sequence[int], *, request_id: str, **body: Any) -> dict[str, Any]:
+    """Do the prefill half of a request as a router does; return the transfer parameters for the decode half."""
+    remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    params = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
+    answer = p.completions(prompt, 1, params, request_id=request_id, **body).raise_for_status().json()
+    received: dict[str, Any] = answer["kv_transfer_params"]
+    return received
+
+
+def prefill_decode(
+    p: Server, d: Server, prompt: str | Sequence[int], max_tokens: int, *, request_id: str | None = None, **body: Any
+) -> httpx.Response:
+    """Prefill on ``p``, hand everything it returned to ``d``, and return ``d``'s response, whatever its status."""
+    shared = request_id or str(uuid.uuid4())
+    params = prefill(p, prompt, request_id=shared)
+    return d.completions(prompt, max_tokens, params, request_id=shared, **body)
+
+
+def _watch_signals() -> None:
+    """Make SIGTERM end the servers too, where nobody else handles it; SIGINT ends in the atexit hook."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _stop_and_die)
+
+
+def _stop_and_die(number: int, frame: FrameType | None) -> None:
+    """End the servers, then this process as the signal would have."""
+    for server in list(_running):
+        server.stop()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+atexit.register(stop_all)

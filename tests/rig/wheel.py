@@ -1,0 +1,63 @@
+"""Compose the rig's vLLM wheel: the Python tree of one release with the CPU kernels of another."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+
+KERNELS = ("_C.abi3.so", "_C_AVX2.abi3.so", "_C_AVX512.abi3.so", "fs_io_C.abi3.so", "spinloop.abi3.so")
+
+
+class Broken(Exception):
+    """A wheel does not hold what it should."""
+
+
+def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Path:
+    """Write the wheel of ``stock``'s Python files and ``kernels``' shared objects, as ``version``.
+
+    The version must contain "cpu", else vLLM takes the platform for another one. The requirements are
+    dropped from the metadata, as the lock file is what decides.
+    """
+    base = version.split("+")[0]
+    old, new = f"vllm-{base}.dist-info", f"vllm-{version}.dist-info"
+    path = folder / f"vllm-{version}-cp38-abi3-linux_x86_64.whl"
+    rows: list[tuple[str, str, str]] = []
+    with zipfile.ZipFile(stock) as trunk, zipfile.ZipFile(kernels) as native, zipfile.ZipFile(path, "w") as out:
+
+        def add(name: str, content: bytes) -> None:
+            out.writestr(name, content)
+            hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            rows.append((name, f"sha256={hashed}", str(len(content))))
+
+        for name in trunk.namelist():
+            if name.endswith((".so", "/", "/RECORD")):
+                continue
+            content = trunk.read(name)
+            if name == f"{old}/METADATA":
+                content = _metadata(content, base, version)
+            add(name.replace(old, new, 1), content)
+        shared = [name for name in native.namelist() if name.endswith(".so")]
+        lacking = [name for name in KERNELS if f"vllm/{name}" not in shared]
+        if lacking:
+            raise Broken(f"{kernels.name} lacks {', '.join(lacking)}")
+        for name in shared:
+            add(name, native.read(name))
+        rows.append((f"{new}/RECORD", "", ""))
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows(rows)
+        out.writestr(f"{new}/RECORD", table.getvalue())
+    return path
+
+
+def _metadata(content: bytes, base: str, version: str) -> bytes:
+    """Return the metadata with the rig's version and no requirements."""
+    head, blank, body = content.partition(b"\n\n")
+    lines = [line for line in head.split(b"\n") if not line.startswith(b"Requires-Dist:")]
+    was, now = f"Version: {base}".encode(), f"Version: {version}".encode()
+    if was not in lines:
+        raise Broken(f"the metadata does not say {was.decode()!r}")
+    return b"\n".join(now if line == was else line for line in lines) + blank + body

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P and D in one process: real schedulers, real NIXL pull scheduler side, real
+checksum workers and aggregator. What is fake: the forward (it writes KV made from
+token ids and positions) and the transfer (token by token, by the block ids that the
+connector chose), because there is no accelerator and one process cannot hold two
+NIXL agents.
+"""
+
+import json
+from pathlib import Path
+
+import kv_checksum_utils as u
+import torch
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+__all__ = ["KVConnectorOutput", "RequestStatus", "SchedulerOutput"]
+
+LAYERS, HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 4, 8, 200
+
+
+def write_model(folder: Path) -> str:
+    """A model folder that holds a config alone (weights are never loaded)."""
+    folder.mkdir(exist_ok=True)
+    config = dict(
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        vocab_size=512,
+        hidden_size=HEADS * HEAD_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=4096,
+        torch_dtype="bfloat16",
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def vllm_config(
+    model: str, role: str, *, block_size=16, tp=1, pp=1, policy="fail", **transfer
+) -> VllmConfig:
+    model_config = ModelConfig(
+        model=model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
+    )
+    cache = CacheConfig(
+        block_size=block_size, enable_prefix_caching=True, gpu_memory_utilization=0.5
+    )
+    cache.num_gpu_blocks = NUM_BLOCKS
+    settings = dict(
+        kv_connector="NixlConnector",
+        kv_role=role,
+        kv_buffer_device="cpu",
+        kv_load_failure_policy=policy,
+        enable_kv_checksum=True,
+    )
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            max_model_len=2048,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        kv_transfer_config=KVTransferConfig(**{**settings, **transfer}),
+    )
+    # Set behind the checks that count this machine's accelerators.
+    config.parallel_config = ParallelConfig()
+    config.parallel_config.tensor_parallel_size = tp
+    config.parallel_config.pipeline_parallel_size = pp
+    config.parallel_config.world_size = tp * pp
+    config.cache_config.block_size = block_size
+    return config
+
+
+class Instance:
+    """One vLLM instance: scheduler, and per (PP, TP) rank caches and a worker.
+
+    `window` adds a second KV cache group of sliding-window layers.
+    """
+
+    def __init__(
+        self, model, role, *, block_size=16, tp=1, pp=1, window=None, **settings
+    ):
+        self.config = vllm_config(
+            model, role, block_size=block_size, tp=tp, pp=pp, **settings
+        )
+        self.block_size, self.tp, self.pp = block_size, tp, pp
+        self.specs = [u.full_spec(HEADS, block_size, HEAD_SIZE)]
+        if window:
+            self.specs.append(
+                SlidingWindowSpec(
+                    block_size=block_size,
+                    num_kv_heads=HEADS,
+                    head_size=HEAD_SIZE,
+                    dtype=torch.bfloat16,
+                    sliding_window=window,
+                )
+            )
+        self.layers = [self.layer_numbers(g) for g in range(len(self.specs))]
+        groups = [
+            (u.names(*n), s) for n, s in zip(self.layers, self.specs, strict=True)
+        ]
+        kv_config = u.config(NUM_BLOCKS, *groups)
+        # Fresh caches hold the previous owner's bytes.
+        self.kv = {
+            n: u.random_cache(NUM_BLOCKS, self.specs[g], seed=hash((role, n)) % 999)
+            for g, numbers in enumerate(self.layers)
+            for n in numbers
+        }
+        self.workers = [
+            self.make_worker(kv_config, stage, rank)
+            for stage in range(pp)
+            for rank in range(tp)
+        ]
+        init_none_hash(sha256)
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=block_size,
+            log_stats=True,
+        )
+        self.hasher = get_request_block_hasher(block_size, sha256)
+        self.aggregator = KVOutputAggregator(tp * pp)
+        self.results: dict[str, list] = {}
+        self.stats: dict[str, int] = {}
+        self.loading: dict[str, tuple] = {}
+        self.damage = lambda instance, req_id, block_ids: None
+        self.hold_loads = False
+        self.scheduled: list[tuple[str, int]] = []
+
+    def layer_numbers(self, group: int) -> range:
+        return range(group * LAYERS, (group + 1) * LAYERS)
+
+    def make_worker(self, kv_config, stage, rank):
+        heads = slice(rank * HEADS // self.tp, (rank + 1) * HEADS // self.tp)
+        here = {
+            u.names(n)[0]: c[:, heads]
+            for n, c in self.kv.items()
+            if n % LAYERS * self.pp // LAYERS == stage
+        }
+        local = []
+        for group in kv_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            local.append(
+                (
+                    [n for n in group.layer_names if n in here],
+                    type(spec)(
+                        **{
+                            f: getattr(spec, f)
+                            for f in ("block_size", "head_size", "dtype")
+                        },
+                        num_kv_heads=HEADS // self.tp,
+                        **(
+                            {"sliding_window": spec.sliding_window}
+                            if isinstance(spec, SlidingWindowSpec)
+                            else {}
+                        ),
+                    ),
+                )
+            )
+        return u.worker(
+            u.config(NUM_BLOCKS, *local),
+            here,
+            tp_rank=rank,
+            tp_size=self.tp,
+            pp_rank=stage,
+            uniform=HEADS,
+        )
+
+    # ---- requests
+
+    def add(self, req_id, tokens, params, max_tokens=1):
+        request = Request(
+            request_id=req_id,
+            prompt_token_ids=list(tokens),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                temperature=0,
+                extra_args={"kv_transfer_params": params} if params else None,
+            ),
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        request.sampling_params.update_from_generation_config({}, 511)
+        self.scheduler.add_request(request)
+        return request
+
+    def write(self, request, first, last):
+        """The forward: KV of tokens ``[first, last)``."""
+        rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        for group, numbers in enumerate(self.layers):
+            for t in range(first, last):
+                block = rows[group][t // self.block_size]
+                if block == 0:
+                    continue
+                for n in numbers:
+                    cell = token_kv(n, t, request.all_token_ids[t])
+                    self.kv[n][block, :, t % self.block_size] = cell
+
+    def step(self, producer=None):
+        """One engine step; `producer` is where loads come from."""
+        output = self.scheduler.schedule()
+        for req_id, number in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[req_id]
+            done = request.num_computed_tokens
+            self.write(request, done - number, done)
+            self.scheduled.append((req_id, number))
+        for req_id, meta in output.kv_connector_metadata.reqs_to_recv.items():
+            if meta.awaiting_kvs:
+                self.loading[req_id] = meta
+        finished = set() if self.hold_loads else set(self.loading)
+        for req_id in finished:
+            self.transfer(producer, req_id, self.loading.pop(req_id))
+        per_worker = []
+        for worker in self.workers:
+            worker.bind(output.kv_checksum_scheduled)
+            result = KVConnectorOutput(finished_recving=finished or None)
+            result.kv_checksums = worker.post_forward(
+                result.finished_recving, set(), output.finished_req_ids
+            )
+            per_worker.append(self.runner_output(output, result))
+        model_output = self.aggregator.aggregate(per_worker)
+        return self.finish_step(output, model_output)
+
+    def runner_output(self, output, kv_output):
+        ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for req_id in ids:
+            request = self.scheduler.requests[req_id]
+            last = request.num_computed_tokens >= request.num_tokens
+            sampled.append([7] if last else [])
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={r: i for i, r in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=kv_output,
+        )
+
+    def finish_step(self, output, model_output):
+        results = self.scheduler.update_from_output(output, model_output)
+        for client in results.values():
+            for out in client.outputs:
+                self.results.setdefault(out.request_id, []).append(out)
+            stats = client.scheduler_stats and client.scheduler_stats.kv_checksum_stats
+            for key, number in (stats or {}).items():
+                self.stats[key] = self.stats.get(key, 0) + number
+        return results
+
+    def transfer(self, producer, req_id, meta):
+        """Copy the tokens of the local blocks from the producer's blocks."""
+        request = self.scheduler.requests.get(req_id)
+        num_tokens = request.num_prompt_tokens if request else 0
+        rows = self.scheduler.kv_cache_manager.get_block_ids(req_id)
+        for group, numbers in enumerate(self.layers):
+            local, remote = meta.local_block_ids[group], meta.remote.block_ids[group]
+            # Each list ends with the block of its side's last token.
+            first = -(-num_tokens // self.block_size) - len(local)
+            their_tokens = meta.remote.num_tokens
+            their_first = -(-their_tokens // producer.block_size) - len(remote)
+            for t in range(first * self.block_size, num_tokens):
+                source = t // producer.block_size - their_first
+                if source < 0:
+                    continue
+                to = local[t // self.block_size - first]
+                for n in numbers:
+                    self.kv[n][to, :, t % self.block_size] = producer.kv[n][
+                        remote[source], :, t % producer.block_size
+                    ]
+            assert rows[group][-len(local) :] == local
+            self.damage(self, req_id, local)
+
+    def answer_kv_is_right(self, request) -> bool:
+        """Whether the KV of the prompt now is what a local prefill writes."""
+        rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return all(
+            torch.equal(
+                self.kv[n][rows[0][t // self.block_size], :, t % self.block_size].view(
+                    torch.uint8
+                ),
+                token_kv(n, t, request.all_token_ids[t]).view(torch.uint8),
+            )
+            for n in self.layers[0]
+            for t in range(request.num_prompt_tokens)
+        )
+
+    def run(self, request, producer=None, steps=40):
+        """Step until the request ends; its last output."""
+        for _ in range(steps):
+            self.step(producer)
+            if RequestStatus.is_finished(request.status):
+                break
+        return self.results[request.request_id][-1]
+
+    def tables(self) -> dict[str, int]:
+        """Sizes of every checksum table of scheduler and workers."""
+        kv_checksum = self.scheduler.kv_checksum
+        sizes = {"sends": len(kv_checksum._sends), "recvs": len(kv_checksum._recvs)}
+        sizes["scheduled"] = bool(kv_checksum._scheduled)
+        for i, worker in enumerate(self.workers):
+            sizes[f"worker{i}"] = len(worker._recvs) + len(worker._sends)
+        return sizes
+
+
+_CELLS = torch.randn(
+    8191, HEADS, 2 * HEAD_SIZE, generator=torch.Generator().manual_seed(5)
+).to(torch.bfloat16)
+
+
+def token_kv(layer: int, position: int, token: int) -> torch.Tensor:
+    """``(heads, K and V)`` of one token in one layer."""
+    return _CELLS[(layer * 2477 + position * 613 + token * 31) % len(_CELLS)]
+
+
+def prefill(p: Instance, req_id, tokens, max_tokens=1):
+    """Run a prompt on P; the `kv_transfer_params` of its answer."""
+    request = p.add(
+        req_id, tokens, dict(do_remote_decode=True, do_remote_prefill=False), max_tokens
+    )
+    return p.run(request).kv_transfer_params

@@ -1,0 +1,46 @@
+"""The two settings in ``--kv-transfer-config`` and where they are refused.
+
+pydantic rejects unknown keys, so the fields must stand in vLLM's own class; their
+docstrings become the text of ``vllm serve --help``. Model Runner V1 has a list of
+what it does not support: checksums join it.
+"""
+
+from ..edits import Module, assign
+
+kv_transfer = Module("config/kv_transfer.py")
+with kv_transfer.cls("KVTransferConfig") as c:
+    c.after(
+        assign("kv_load_failure_policy"),
+        '''
+        enable_kv_checksum: bool = False
+        """Verify every KV block that is loaded from another instance against its
+        producer's checksum before the request runs. Enable it on both sides."""
+
+        kv_checksum_fail_closed: bool = False
+        """Treat loads whose KV checksums differ or cannot be verified as failed, so
+        that kv_load_failure_policy decides. Off: they are logged and counted."""
+        ''',
+        past_docstring=True,
+    )
+with kv_transfer.function("KVTransferConfig.__post_init__") as f:
+    f.prepend(
+        """
+        if self.kv_checksum_fail_closed and not self.enable_kv_checksum:
+            raise ValueError(
+                "kv_checksum_fail_closed needs enable_kv_checksum: set "
+                "enable_kv_checksum to true in --kv-transfer-config as well"
+            )
+        """
+    )
+
+vllm_config = Module("config/vllm.py")
+with vllm_config.function("VllmConfig._get_v1_model_runner_unsupported_features") as f:
+    f.before(
+        "return unsupported",
+        """
+        if self.kv_transfer_config and self.kv_transfer_config.enable_kv_checksum:
+            unsupported.append("KV checksums (enable_kv_checksum)")
+        """,
+    )
+
+MODULES = [kv_transfer, vllm_config]

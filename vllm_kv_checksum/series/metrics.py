@@ -1,0 +1,35 @@
+"""Counters on ``/metrics``: counts travel with the scheduler's statistics."""
+
+from ..edits import Module, assign
+
+stats = Module("v1/metrics/stats.py")
+with stats.cls("SchedulerStats") as c:
+    c.after(
+        assign("ec_connector_stats"), "kv_checksum_stats: dict[str, int] | None = None"
+    )
+
+loggers = Module("v1/metrics/loggers.py")
+loggers.imports("from vllm.distributed.kv_transfer.kv_checksum import KVChecksumProm")
+with loggers.function("PrometheusStatLogger.__init__") as f:
+    f.after(
+        assign("self.kv_connector_prom"),
+        """
+        self.kv_checksum_prom: KVChecksumProm | None = None
+        kv_transfer_config = vllm_config.kv_transfer_config
+        if kv_transfer_config and kv_transfer_config.enable_kv_checksum:
+            self.kv_checksum_prom = KVChecksumProm(
+                self._counter_cls, labelnames, per_engine_labelvalues
+            )
+        """,
+    )
+with loggers.function("PrometheusStatLogger.record") as f:
+    f.before(
+        "if scheduler_stats.kv_connector_stats is not None:",
+        """
+        if self.kv_checksum_prom and scheduler_stats.kv_checksum_stats:
+            self.kv_checksum_prom.observe(scheduler_stats.kv_checksum_stats, engine_idx)
+
+        """,
+    )
+
+MODULES = [stats, loggers]

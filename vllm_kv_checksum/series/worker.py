@@ -1,0 +1,92 @@
+"""Workers sum blocks in the steps the scheduler names.
+
+`ActiveKVConnector` owns the worker. Loads are summed where their completion is
+reported; sends after the forward and, where the runner finalizes the connector
+only behind the drafter, in `finalize_step`, on the same output object. Records ride
+`KVConnectorOutput` and are concatenated over workers.
+"""
+
+from ..edits import Module, assign
+
+outputs = Module("v1/outputs.py")
+outputs.imports("from typing import Any")
+with outputs.cls("KVConnectorOutput") as c:
+    c.after(
+        "expected_finished_count: int = 0",
+        """
+        # KVChecksumOutput | None: KV checksums summed in this step.
+        kv_checksums: Any = None
+        """,
+    )
+with outputs.function("KVConnectorOutput.is_empty") as f:
+    f.prepend(
+        """
+        if self.kv_checksums is not None:
+            return False
+        """
+    )
+
+aggregator = Module("distributed/kv_transfer/kv_connector/utils.py")
+with aggregator.function("KVOutputAggregator.aggregate") as f:
+    f.after("invalid_block_ids = set[int]()", "kv_checksums = None")
+    f.after(
+        "invalid_block_ids |= kv_output.invalid_block_ids",
+        """
+        if kv_output.kv_checksums is not None:
+            kv_checksums = kv_output.kv_checksums.aggregate(kv_checksums)
+        """,
+    )
+    f.after(
+        assign("output.kv_connector_output"),
+        "output.kv_connector_output.kv_checksums = kv_checksums",
+    )
+
+connector = Module("v1/worker/gpu/kv_connector.py")
+connector.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum import create_kv_checksum_worker"
+)
+with connector.function("ActiveKVConnector.__init__") as f:
+    f.after(
+        "self.kv_connector = get_kv_transfer_group()",
+        """
+        self.kv_checksum_worker = create_kv_checksum_worker(
+            vllm_config, self.kv_connector._kv_cache_config, kv_caches_dict
+        )
+        self._deferred_output: KVConnectorOutput | None = None
+        """,
+    )
+with connector.function("ActiveKVConnector.pre_forward") as f:
+    f.after(
+        "self.kv_connector.bind_connector_metadata(kv_connector_metadata)",
+        """
+        if self.kv_checksum_worker is not None:
+            self.kv_checksum_worker.bind(scheduler_output.kv_checksum_scheduled)
+        """,
+    )
+with connector.function("ActiveKVConnector.post_forward") as f:
+    f.after(
+        assign("output.kv_connector_worker_meta"),
+        """
+        if self.kv_checksum_worker is not None:
+            output.kv_checksums = self.kv_checksum_worker.post_forward(
+                output.finished_recving,
+                output.failed_recving,
+                finished_req_ids,
+                defer_sends=defer_finalize,
+            )
+            self._deferred_output = output if defer_finalize else None
+        """,
+    )
+with connector.function("ActiveKVConnector.finalize_step") as f:
+    f.before(
+        "self.kv_connector.wait_for_save()",
+        """
+        if self._deferred_output is not None:
+            output, self._deferred_output = self._deferred_output, None
+            output.kv_checksums = self.kv_checksum_worker.finalize_step(
+                output.kv_checksums
+            )
+        """,
+    )
+
+MODULES = [outputs, aggregator, connector]
