@@ -11,7 +11,6 @@ from pathlib import Path
 
 import kv_checksum_utils as u
 import torch
-
 from vllm.config import (
     CacheConfig,
     DeviceConfig,

@@ -6,6 +6,11 @@ from types import SimpleNamespace
 import kv_checksum_reference as reference
 import numpy as np
 import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
@@ -16,11 +21,6 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     add_records,
     replica_checks,
-)
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
 )
 
 
@@ -83,9 +83,7 @@ def whole_sums(workers, blocks, group_id=0) -> list[list[int]]:
     return [[int(v) for v in check] for check in checks]
 
 
-def expected_sums(
-    layers: dict[int, torch.Tensor], ids, start, num_tokens
-) -> list[int]:
+def expected_sums(layers: dict[int, torch.Tensor], ids, start, num_tokens) -> list[int]:
     """The definition over global caches: layer number -> ``[B, H, N, C]``."""
     data = {n: reference.logical_bytes(c) for n, c in layers.items()}
     size = next(iter(data.values())).shape[2]

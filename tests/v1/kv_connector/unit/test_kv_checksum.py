@@ -196,7 +196,9 @@ def test_lane_faults_are_seen(fault, bf16_blocks):
     else:
         first = rng.integers(0, words - number * spacing, (blocks, 1))
         at = first + np.arange(number) * spacing
-    weights = np.uint64(slice_factor(5, 1)) * (2 * np.arange(words, dtype=np.uint64) + 1)
+    weights = np.uint64(slice_factor(5, 1)) * (
+        2 * np.arange(words, dtype=np.uint64) + 1
+    )
     chosen = np.take_along_axis(bf16_blocks, at, axis=1)
     before = checksum_terms(chosen, weights[at]).sum(axis=1, dtype=np.uint64)
     after = checksum_terms(chosen ^ np.uint64(mask), weights[at])

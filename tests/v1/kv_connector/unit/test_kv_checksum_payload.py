@@ -128,7 +128,10 @@ def test_any_change_of_bytes_decodes_or_raises_value_error(data):
 
 
 _json = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=64),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.binary(max_size=64),
     lambda inner: (
         st.lists(inner, max_size=5)
         | st.dictionaries(st.integers(-1, 5000), inner, max_size=4)

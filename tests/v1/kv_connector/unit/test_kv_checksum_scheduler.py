@@ -7,10 +7,10 @@ import kv_checksum_instances as rig
 import numpy as np
 import pytest
 import torch
+from vllm.v1.engine import FinishReason
 
 from vllm.distributed.kv_transfer.kv_checksum import KV_TRANSFER_PARAMS_KEY
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
-from vllm.v1.engine import FinishReason
 
 CARRIER = "kv_transfer_params"
 VERIFIED = f"loads:verified:{CARRIER}"
@@ -382,7 +382,9 @@ def test_outputs_of_steps_that_scheduled_nothing(model):
 
 def test_bidirectional_loads_are_neither_verified_nor_counted(model):
     _, d = pair(model)
-    request = d.add("r", tokens(20), dict(do_remote_decode=True, remote_block_ids=[[1]]))
+    request = d.add(
+        "r", tokens(20), dict(do_remote_decode=True, remote_block_ids=[[1]])
+    )
     assert d.scheduler.connector.kv_checksum_carrier(request, True) is None
 
 
@@ -395,7 +397,9 @@ def test_another_connector_is_refused(model, log):
     assert d.scheduler.kv_checksum is None
     (line,) = [x for x in log if x.startswith("WARNING KV checksums are off")]
     assert "ExampleConnector" in line and "enable_kv_checksum" in line
-    with pytest.raises(ValueError, match="(?s)kv_checksum_fail_closed.*ExampleConnector"):
+    with pytest.raises(
+        ValueError, match="(?s)kv_checksum_fail_closed.*ExampleConnector"
+    ):
         rig.Instance(model, "kv_both", **settings, kv_checksum_fail_closed=True)
 
 

@@ -7,14 +7,6 @@ from dataclasses import replace
 import kv_checksum_utils as u
 import pytest
 import torch
-
-from vllm.distributed.kv_transfer.kv_checksum import (
-    KVChecksumBlocks,
-    KVChecksumOutput,
-    KVChecksumScheduled,
-    torch_path,
-)
-from vllm.distributed.kv_transfer.kv_checksum.layout import TokenOrder
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -24,6 +16,14 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
+
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KVChecksumBlocks,
+    KVChecksumOutput,
+    KVChecksumScheduled,
+    torch_path,
+)
+from vllm.distributed.kv_transfer.kv_checksum.layout import TokenOrder
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (1, [5, 2, 7])})
 
@@ -163,7 +163,11 @@ def test_each_replica_is_a_check_of_its_own(spec_kind):
         part = named({n: c[:, head : head + 1].clone() for n, c in caches.items()})
         workers.append(
             u.worker(
-                u.config(8, (part, spec)), part, tp_rank=rank, tp_size=tp, uniform=uniform
+                u.config(8, (part, spec)),
+                part,
+                tp_rank=rank,
+                tp_size=tp,
+                uniform=uniform,
             )
         )
         if rank == tp - 1:

@@ -49,7 +49,9 @@ class KVChecksumProm:
         )
         plain = {
             key: counter_cls(
-                name=f"vllm:kv_checksum_{key}", documentation=text, labelnames=labelnames
+                name=f"vllm:kv_checksum_{key}",
+                documentation=text,
+                labelnames=labelnames,
             )
             for key, text in _PLAIN.items()
         }

@@ -434,7 +434,9 @@ def create_kv_checksum_scheduler(
             "kv_checksum_fail_closed and enable_kv_checksum in "
             "--kv-transfer-config, or use a set-up that checksums support."
         )
-    logger.warning("KV checksums are off (enable_kv_checksum has no effect): %s", reason)
+    logger.warning(
+        "KV checksums are off (enable_kv_checksum has no effect): %s", reason
+    )
     return None
 
 
@@ -446,9 +448,13 @@ def _why_not(vllm_config: Any, connector: Any) -> str | None:
     if type(connector).kv_checksum_carrier is KVConnectorBase_V1.kv_checksum_carrier:
         name = vllm_config.kv_transfer_config.kv_connector
         return f"the KV connector {name} does not carry KV checksums"
-    if max(
-        parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
-    ) > 1:
+    if (
+        max(
+            parallel.decode_context_parallel_size,
+            parallel.prefill_context_parallel_size,
+        )
+        > 1
+    ):
         return "context parallelism (DCP or PCP > 1) is not supported"
     if parallel.distributed_executor_backend == "external_launcher" and (
         parallel.world_size > 1

@@ -180,9 +180,7 @@ def compare_group(
     ratio = large // ours.block_size
     last = -(-our_tokens // ours.block_size)
     result.compared = min(result.compared * ratio, last - ours.start)
-    result.positions = [
-        p for q in sorted(bad) for p in range(q, min(q + ratio, last))
-    ]
+    result.positions = [p for q in sorted(bad) for p in range(q, min(q + ratio, last))]
     return result
 
 

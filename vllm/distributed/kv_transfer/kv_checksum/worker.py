@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from vllm.logger import init_logger
 from vllm.utils import torch_utils
 
@@ -146,7 +145,9 @@ class KVChecksumWorker:
         self._copy_stream = (
             None if self.device.type == "cpu" else torch.cuda.Stream(self.device)
         )
-        self._columns = max((len(g.replica_keys) for g in self.groups.values()), default=1)
+        self._columns = max(
+            (len(g.replica_keys) for g in self.groups.values()), default=1
+        )
         self._sends: dict[str, KVChecksumBlocks] = {}
         self._recvs: dict[str, KVChecksumBlocks] = {}
         logger.info(
@@ -334,5 +335,7 @@ def _token_order(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> Tok
         if isa in _TRANSPOSED_KEY_ISAS and cache.element_size() in (2, 4):
             transposed.add(name)
         else:
-            unreadable[name] = f"CPU attention variant {isa!r} packs keys in its own order"
+            unreadable[name] = (
+                f"CPU attention variant {isa!r} packs keys in its own order"
+            )
     return TokenOrder(frozenset(transposed), unreadable)

@@ -1,0 +1,24 @@
+"""Ships the feature's modules inside the installer package."""
+
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithFeature(build_py):
+    """Copies ``vllm/distributed/kv_transfer/kv_checksum`` to ``_feature``."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / "vllm_kv_checksum" / "_feature"
+        target.mkdir(parents=True, exist_ok=True)
+        source = Path(__file__).parent / "vllm/distributed/kv_transfer/kv_checksum"
+        for module in source.glob("*.py"):
+            shutil.copy2(module, target / module.name)
+
+
+setup(cmdclass={"build_py": BuildWithFeature})

@@ -1,0 +1,355 @@
+"""All or nothing: put the feature and the series into a vLLM tree, or take them out.
+
+Everything is computed and compiled before the first write. The originals and a
+manifest are written next, in state "applying", so that even a killed run can be
+reverted; then each file is replaced by an atomic rename. Any failure rolls back to
+the bit-identical tree.
+"""
+
+import difflib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import KNOWN_VERSIONS
+from .edits import AnchorError, Module
+
+FEATURE = "distributed/kv_transfer/kv_checksum"
+"""Where the feature's own modules stand, below the ``vllm`` package."""
+
+MANIFEST_DIR = ".kv_checksum_manifest"
+
+
+class InstallError(Exception):
+    """The tree cannot be changed as asked; the message says why and what to do."""
+
+
+@dataclass
+class FileRecord:
+    """SHA-256 of a patched file before and after."""
+
+    before: str
+    after: str
+
+
+@dataclass
+class Manifest:
+    """What was applied. `state` is "applying" until every file is in place."""
+
+    state: str
+    vllm_version: str
+    series_version: str
+    linked: bool
+    files: dict[str, FileRecord]
+
+
+@dataclass
+class Plan:
+    """New contents by path, computed from the originals."""
+
+    originals: dict[str, bytes]
+    edited: dict[str, bytes]
+    feature: dict[str, bytes]
+    vllm_version: str
+    series_version: str
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def find_package(tree: Path | None) -> Path:
+    """The ``vllm`` package: below `tree`, or the installed one (never imported)."""
+    if tree is None:
+        spec = importlib.util.find_spec("vllm")
+        places = list(spec.submodule_search_locations or []) if spec else []
+        candidates = [Path(p) for p in places]
+        fix = "install vLLM, or name a tree with --tree"
+    else:
+        candidates = [tree, tree / "vllm"]
+        fix = "--tree takes the folder that holds the vllm package, or the package"
+    for candidate in candidates:
+        if (candidate / "v1/core/sched/scheduler.py").is_file():
+            return candidate.resolve()
+    raise InstallError(f"no vLLM found{f' in {tree}' if tree else ''}: {fix}")
+
+
+def read_version(package: Path) -> str:
+    """The tree's version, from its metadata or its ``_version.py``; "unknown"."""
+    for metadata in sorted(package.parent.glob("vllm-*.dist-info/METADATA")):
+        found = re.search(r"^Version: (\S+)", metadata.read_text("utf-8"), re.M)
+        if found:
+            return found[1]
+    version_file = package / "_version.py"
+    if version_file.is_file():
+        found = re.search(
+            r"""^__version__.*?=\s*['"]([^'"]+)""",
+            version_file.read_text("utf-8"),
+            re.M,
+        )
+        if found:
+            return found[1]
+    return "unknown"
+
+
+def read_feature(folder: Path) -> dict[str, bytes]:
+    """The feature's modules by name."""
+    files = {p.name: p.read_bytes() for p in sorted(folder.glob("*.py"))}
+    if not files:
+        raise InstallError(f"the feature's modules are missing from {folder}")
+    return files
+
+
+def read_manifest(package: Path) -> Manifest | None:
+    path = package / MANIFEST_DIR / "manifest.json"
+    if not path.is_file():
+        return None
+    raw = json.loads(path.read_text("utf-8"))
+    raw["files"] = {name: FileRecord(**r) for name, r in raw["files"].items()}
+    return Manifest(**raw)
+
+
+def changed_since(package: Path, manifest: Manifest) -> list[str]:
+    """Patched files that are neither as they were nor as they were left."""
+    changed = []
+    for name, record in manifest.files.items():
+        path = package / name
+        digest = sha256(path.read_bytes()) if path.is_file() else ""
+        known = {record.after}
+        if manifest.state != "applied":
+            known.add(record.before)
+        if digest not in known:
+            changed.append(name)
+    return changed
+
+
+def make_plan(
+    package: Path, series: list[Module], feature_dir: Path, *, force: bool = False
+) -> Plan:
+    """Compute all new contents.
+
+    Raises:
+        InstallError: unknown version, missing file, or an anchor that does not fit.
+    """
+    manifest = read_manifest(package)
+    version = read_version(package)
+    known = version.split("+")[0] in KNOWN_VERSIONS
+    originals, edited = {}, {}
+    for module in series:
+        backup = package / MANIFEST_DIR / "originals" / module.path
+        patched = manifest is not None and module.path in manifest.files
+        path = backup if patched else package / module.path
+        if not path.is_file():
+            raise InstallError(f"{path} is missing: is this a whole vLLM tree?")
+        original = path.read_bytes()
+        try:
+            new = module.apply(original.decode("utf-8"))
+        except (AnchorError, SyntaxError) as error:
+            raise InstallError(f"vLLM {version} does not fit: {error}") from None
+        originals[module.path], edited[module.path] = original, new.encode("utf-8")
+    if not known and not force:
+        raise InstallError(
+            f"vLLM {version} is not a known version ({', '.join(KNOWN_VERSIONS)}). "
+            "Every anchor matches, so --force applies the series all the same; run "
+            "your own tests before you rely on it"
+        )
+    feature = read_feature(feature_dir)
+    digest = hashlib.sha256()
+    for name, data in sorted({**edited, **feature}.items()):
+        digest.update(name.encode() + b"\0" + data)
+    return Plan(originals, edited, feature, version, digest.hexdigest()[:12])
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by a rename; its mode is kept."""
+    temporary = path.with_name(f".{path.name}.kv_checksum_tmp")
+    temporary.write_bytes(data)
+    if path.exists():
+        shutil.copymode(path, temporary)
+    os.replace(temporary, path)
+
+
+def put_feature(package: Path, plan: Plan, source: Path, link: bool) -> None:
+    target = package / FEATURE
+    if link:
+        os.symlink(source.resolve(), target, target_is_directory=True)
+        return
+    target.mkdir()
+    for name, data in plan.feature.items():
+        write_atomically(target / name, data)
+
+
+def remove_feature(package: Path) -> None:
+    target = package / FEATURE
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():
+        shutil.rmtree(target)
+
+
+@contextmanager
+def _readable(package: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InstallError(
+            f"{error.filename or package}: {error.strerror or error}; the vLLM tree is "
+            "as it was. Make it writable for this user and try again"
+        ) from error
+
+
+def apply(
+    package: Path,
+    series: list[Module],
+    feature_dir: Path,
+    *,
+    link: bool = False,
+    force: bool = False,
+) -> str:
+    """Apply; what was done, in one line.
+
+    Raises:
+        InstallError: the tree is left as it was.
+    """
+    manifest = read_manifest(package)
+    if manifest is not None:
+        _refuse_changed(package, manifest, force=False)
+    plan = make_plan(package, series, feature_dir, force=force)
+    if manifest is not None:
+        if (
+            manifest.state == "applied"
+            and manifest.series_version == plan.series_version
+            and manifest.linked == link
+        ):
+            return f"already applied to vLLM {plan.vllm_version} in {package}"
+        with _readable(package):
+            restore(package, manifest)
+    elif (package / FEATURE).exists() or (package / FEATURE).is_symlink():
+        raise InstallError(
+            f"{package / FEATURE} exists but was not put there by this command: "
+            "remove it, or use a vLLM without the feature"
+        )
+    with _readable(package):
+        _write(package, plan, feature_dir, link)
+    return (
+        f"applied series {plan.series_version} to vLLM {plan.vllm_version} in {package}"
+    )
+
+
+def _write(package: Path, plan: Plan, feature_dir: Path, link: bool) -> None:
+    files = {
+        name: FileRecord(sha256(plan.originals[name]), sha256(plan.edited[name]))
+        for name in plan.edited
+    }
+    manifest = Manifest("applying", plan.vllm_version, plan.series_version, link, files)
+    folder = package / MANIFEST_DIR
+    try:
+        for name, data in plan.originals.items():
+            backup = folder / "originals" / name
+            backup.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(backup, data)
+        save_manifest(package, manifest)
+        put_feature(package, plan, feature_dir, link)
+        for name, data in plan.edited.items():
+            write_atomically(package / name, data)
+        manifest.state = "applied"
+        save_manifest(package, manifest)
+    except BaseException:
+        restore(package, manifest)
+        raise
+
+
+def save_manifest(package: Path, manifest: Manifest) -> None:
+    text = json.dumps(asdict(manifest), indent=1, sort_keys=True)
+    write_atomically(package / MANIFEST_DIR / "manifest.json", text.encode("utf-8"))
+
+
+def restore(package: Path, manifest: Manifest) -> None:
+    """Bit-identical originals back; the feature and the manifest go."""
+    folder = package / MANIFEST_DIR
+    for name, record in manifest.files.items():
+        path, backup = package / name, folder / "originals" / name
+        path.with_name(f".{path.name}.kv_checksum_tmp").unlink(missing_ok=True)
+        if not path.is_file() or sha256(path.read_bytes()) != record.before:
+            mode = path if path.exists() else backup
+            temporary = backup.with_name(f".{backup.name}.restored")
+            shutil.copyfile(backup, temporary)
+            shutil.copymode(mode, temporary)
+            temporary.replace(path)
+    remove_feature(package)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _refuse_changed(package: Path, manifest: Manifest, *, force: bool) -> None:
+    changed = changed_since(package, manifest)
+    if changed and not force:
+        raise InstallError(
+            f"changed since the series was applied: {', '.join(changed)} (in {package}). "
+            "Keep a copy of your change, then `vllm-kv-checksum revert --force` puts "
+            "the originals back"
+        )
+
+
+def revert(package: Path, *, force: bool = False) -> str:
+    """Put the originals back; what was done, in one line."""
+    manifest = read_manifest(package)
+    if manifest is None:
+        leftovers = package / MANIFEST_DIR
+        if leftovers.exists():
+            # Killed before the first edit: only copies were made.
+            shutil.rmtree(leftovers)
+        return f"not applied to {package}: nothing to do"
+    _refuse_changed(package, manifest, force=force)
+    with _readable(package):
+        restore(package, manifest)
+    return f"reverted vLLM {manifest.vllm_version} in {package}"
+
+
+def status(package: Path) -> tuple[int, str]:
+    """Exit status (0 applied, 1 not applied, 2 changed or interrupted) and a text."""
+    manifest = read_manifest(package)
+    version = read_version(package)
+    if manifest is None:
+        return 1, f"not applied: vLLM {version} in {package}"
+    changed = changed_since(package, manifest)
+    head = (
+        f"series {manifest.series_version}{' (linked)' if manifest.linked else ''} on "
+        f"vLLM {manifest.vllm_version} in {package}"
+    )
+    if manifest.state != "applied":
+        return 2, f"interrupted while applying {head}; run apply or revert"
+    if version != manifest.vllm_version:
+        return 2, f"applied {head}, but the metadata now says vLLM {version}"
+    if changed:
+        return 2, f"applied {head}; changed since: {', '.join(changed)}"
+    return 0, f"applied {head}"
+
+
+def diff(package: Path, series: list[Module], feature_dir: Path) -> str:
+    """The unified diff of applying, for ``git apply -p1`` above the package."""
+    plan = make_plan(package, series, feature_dir, force=True)
+    parts = []
+    for name, old in plan.originals.items():
+        parts += _diff(f"a/vllm/{name}", f"b/vllm/{name}", old, plan.edited[name])
+    for name, data in plan.feature.items():
+        path = f"vllm/{FEATURE}/{name}"
+        parts += [f"diff --git a/{path} b/{path}\n", "new file mode 100644\n"]
+        parts += _diff("/dev/null", f"b/{path}", b"", data)
+    return "".join(parts)
+
+
+def _diff(old_name: str, new_name: str, old: bytes, new: bytes) -> Iterator[str]:
+    return difflib.unified_diff(
+        old.decode("utf-8").splitlines(keepends=True),
+        new.decode("utf-8").splitlines(keepends=True),
+        old_name,
+        new_name,
+    )

@@ -1,0 +1,89 @@
+"""The ``vllm-kv-checksum`` command."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import apply as installer
+from .series import load_series
+
+
+def feature_dir() -> Path:
+    """The feature's modules: in the installed package, else in the checkout."""
+    here = Path(__file__).resolve().parent
+    packaged = here / "_feature"
+    return packaged if packaged.is_dir() else here.parent / "vllm" / installer.FEATURE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-kv-checksum",
+        description="Put KV-cache checksums into a vLLM tree, all or nothing.",
+    )
+    tree = argparse.ArgumentParser(add_help=False)
+    tree.add_argument(
+        "--tree",
+        type=Path,
+        metavar="DIR",
+        help="a vLLM checkout or package (default: the installed vLLM)",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "apply", parents=[tree], help="add the feature and its hooks to vLLM"
+    )
+    command.add_argument(
+        "--link", action="store_true", help="symlink the feature, for development"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="also for an unknown vLLM version"
+    )
+    command = commands.add_parser(
+        "revert", parents=[tree], help="put vLLM's own files back, bit-identical"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="also over files changed since"
+    )
+    commands.add_parser(
+        "status",
+        parents=[tree],
+        help="exit status 0: applied, 1: not applied, 2: changed or interrupted",
+    )
+    commands.add_parser(
+        "diff", parents=[tree], help="print what apply would change, for git apply"
+    )
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    package = installer.find_package(arguments.tree)
+    if arguments.command == "apply":
+        print(
+            installer.apply(
+                package,
+                load_series(),
+                feature_dir(),
+                link=arguments.link,
+                force=arguments.force,
+            )
+        )
+    elif arguments.command == "revert":
+        print(installer.revert(package, force=arguments.force))
+    elif arguments.command == "diff":
+        sys.stdout.write(installer.diff(package, load_series(), feature_dir()))
+    else:
+        code, text = installer.status(package)
+        print(text)
+        return code
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(build_parser().parse_args(argv))
+    except installer.InstallError as error:
+        print(f"vllm-kv-checksum: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

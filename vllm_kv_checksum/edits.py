@@ -1,0 +1,206 @@
+"""Edits to a module of vLLM: our own lines, placed by the names around them.
+
+An anchor is one statement, found by its syntax tree inside a named function or
+class, so neither vLLM's text nor line numbers are kept here. It must match exactly
+one statement.
+"""
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from . import KNOWN_VERSIONS
+
+
+class AnchorError(Exception):
+    """An anchor matches no statement, or several."""
+
+
+class assign(str):
+    """Anchor: the statement that assigns to this target, whatever the value."""
+
+
+_HEADS: dict[type[ast.stmt], tuple[str, ...]] = {
+    ast.If: ("test",),
+    ast.While: ("test",),
+    ast.For: ("target", "iter"),
+    ast.With: ("items",),
+}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One insertion. `where` is "before", "after" or "prepend" (no anchor)."""
+
+    scope: str
+    where: str
+    code: str
+    anchor: str = ""
+    past_docstring: bool = False
+
+
+@dataclass
+class Scope:
+    """Collects the edits of one function or class."""
+
+    name: str
+    edits: list[Edit] = field(default_factory=list)
+
+    def before(self, anchor: str, code: str) -> None:
+        """Insert `code` before the anchor."""
+        self.edits.append(Edit(self.name, "before", code, anchor))
+
+    def after(self, anchor: str, code: str, *, past_docstring: bool = False) -> None:
+        """Insert `code` behind the anchor, or behind the docstring that follows it."""
+        self.edits.append(Edit(self.name, "after", code, anchor, past_docstring))
+
+    def prepend(self, code: str) -> None:
+        """Insert `code` first, behind the scope's own docstring."""
+        self.edits.append(Edit(self.name, "prepend", code))
+
+
+class Module:
+    """The edits of one file; `path` is relative to the ``vllm`` package."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.import_lines: list[str] = []
+        self.edits: list[Edit] = []
+
+    def imports(self, code: str) -> None:
+        """Insert import lines behind the module's last top-level import."""
+        self.import_lines.append(code)
+
+    @contextmanager
+    def function(self, name: str) -> Iterator[Scope]:
+        """Edit a function, named ``Class.method`` or ``function``."""
+        scope = Scope(name)
+        yield scope
+        self.edits += scope.edits
+
+    cls = function
+
+    def apply(self, source: str) -> str:
+        """The edited source.
+
+        Raises:
+            AnchorError: an anchor or a scope does not match exactly once.
+            SyntaxError: the result does not compile.
+        """
+        tree = ast.parse(source)
+        inserts = [self._place(tree, edit) for edit in self.edits]
+        at = max(
+            (n.end_lineno or 0)
+            for n in tree.body
+            if isinstance(n, ast.Import | ast.ImportFrom)
+        )
+        inserts += [(at, 0, code) for code in self.import_lines]
+        lines = source.splitlines(keepends=True)
+        # From the end, so that earlier line numbers stay right; among equals the
+        # last one first, so that they end up in series order.
+        for line, indent, code in reversed(sorted(inserts, key=lambda i: i[0])):
+            text = textwrap.dedent(code).strip("\n")
+            lines[line:line] = [textwrap.indent(text, " " * indent) + "\n"]
+            if code.endswith("\n\n"):
+                lines[line] += "\n"
+        edited = "".join(lines)
+        compile(edited, self.path, "exec")
+        return edited
+
+    def _place(self, tree: ast.Module, edit: Edit) -> tuple[int, int, str]:
+        """Line to insert behind, indentation, code."""
+        scope = self._scope(tree, edit.scope)
+        if edit.where == "prepend":
+            first = scope.body[1 if ast.get_docstring(scope) is not None else 0]
+            return _first_line(first) - 1, first.col_offset, edit.code
+        matches = [
+            (body, i)
+            for body, i in _statements(scope)
+            if _matches(edit.anchor, body[i])
+        ]
+        if len(matches) != 1:
+            raise AnchorError(
+                f"{self.path}: in {edit.scope}, the anchor {str(edit.anchor)!r} matches "
+                f"{len(matches)} statements, not one; the series is known to fit vLLM "
+                f"{', '.join(KNOWN_VERSIONS)}"
+            )
+        body, i = matches[0]
+        statement = body[i]
+        if edit.where == "before":
+            return _first_line(statement) - 1, statement.col_offset, edit.code
+        end = statement
+        if edit.past_docstring and i + 1 < len(body) and _is_docstring(body[i + 1]):
+            end = body[i + 1]
+        return end.end_lineno or end.lineno, statement.col_offset, edit.code
+
+    def _scope(self, tree: ast.Module, name: str) -> ast.FunctionDef | ast.ClassDef:
+        node: ast.AST = tree
+        for part in name.split("."):
+            found = [
+                n
+                for n in getattr(node, "body", [])
+                if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                and n.name == part
+            ]
+            if len(found) != 1:
+                raise AnchorError(
+                    f"{self.path}: {name} is defined {len(found)} times, not once; the "
+                    f"series is known to fit vLLM {', '.join(KNOWN_VERSIONS)}"
+                )
+            node = found[0]
+        assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+        return node
+
+
+def _first_line(statement: ast.stmt) -> int:
+    decorators = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(d.lineno for d in decorators)])
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def _statements(scope: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
+    """Every statement in a scope, as (block, index); nested scopes left out."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        block = getattr(scope, name, None) or []
+        for i, child in enumerate(block):
+            if isinstance(child, ast.stmt):
+                yield block, i
+            if not isinstance(
+                child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            ):
+                yield from _statements(child)
+
+
+def _matches(anchor: str, statement: ast.stmt) -> bool:
+    if isinstance(anchor, assign):
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        else:
+            target = getattr(statement, "target", None)
+            if not isinstance(statement, ast.AnnAssign | ast.AugAssign):
+                return False
+            targets = [target]  # type: ignore[list-item]
+        return len(targets) == 1 and ast.unparse(targets[0]) == anchor
+    if anchor.endswith(":"):
+        wanted = ast.parse(f"{anchor}\n    pass").body[0]
+        fields = _HEADS.get(type(wanted), ())
+        return type(statement) is type(wanted) and all(
+            _dump(getattr(statement, f)) == _dump(getattr(wanted, f)) for f in fields
+        )
+    return ast.dump(statement) == ast.dump(ast.parse(anchor).body[0])
+
+
+def _dump(value: object) -> object:
+    if isinstance(value, list):
+        return [ast.dump(v) for v in value]
+    assert isinstance(value, ast.AST)
+    return ast.dump(value)

@@ -1,0 +1,18 @@
+"""The edits to vLLM, one module per integration, in order."""
+
+from importlib import import_module
+
+from ..edits import Module
+
+ORDER = ("config", "worker", "scheduler", "nixl_pull", "metrics")
+
+
+def load_series() -> list[Module]:
+    """The modules to edit; edits of one file are merged in series order."""
+    merged: dict[str, Module] = {}
+    for name in ORDER:
+        for module in import_module(f"{__name__}.{name}").MODULES:
+            target = merged.setdefault(module.path, Module(module.path))
+            target.import_lines += module.import_lines
+            target.edits += module.edits
+    return list(merged.values())
