@@ -1,0 +1,1 @@
+"""End to end: real ``vllm serve`` processes and real NIXL."""

@@ -1,0 +1,102 @@
+"""Servers of the end-to-end tests and the demo, prompts, and what is read of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from rig.servers import Server
+
+DRILL = {
+    "connector": "KVChecksumFaultDrill",
+    "module": "vllm.distributed.kv_transfer.kv_checksum.fault_drill",
+    "faults": {"flip-": "bit_flip", "lost-": "lost_payload"},
+}
+
+MODES: dict[str, dict[str, Any]] = {
+    "fail-open": {},
+    "fail": {"kv_checksum_fail_closed": True, "kv_load_failure_policy": "fail"},
+    "recompute": {
+        "kv_checksum_fail_closed": True,
+        "kv_load_failure_policy": "recompute",
+    },
+}
+
+LENGTHS = (1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 96, 100, 128, 200, 256, 300, 400)
+LENGTHS += (512, 700, 900, 1024, 1200, 1500)
+
+
+def producer(name: str, model: Any, **kwargs: Any) -> Server:
+    """A prefill instance with checksums on."""
+    return Server(
+        name,
+        "kv_producer",
+        model=model,
+        transfer={"enable_kv_checksum": True},
+        **kwargs,
+    )
+
+
+def consumer(
+    name: str, model: Any, mode: str, *, drill: bool = True, **kwargs: Any
+) -> Server:
+    """A decode instance with checksums on, in one of `MODES`.
+
+    With `drill`, its connector damages the loads of request ids that start with
+    ``flip-`` or ``lost-``.
+    """
+    transfer: dict[str, Any] = {"enable_kv_checksum": True, **MODES[mode]}
+    if drill:
+        kwargs["connector"] = DRILL["connector"]
+        transfer["kv_connector_module_path"] = DRILL["module"]
+        transfer["kv_connector_extra_config"] = {
+            "kv_checksum_fault_drill": {
+                "damage_kv_on_purpose": True,
+                "faults": DRILL["faults"],
+            }
+        }
+    return Server(name, "kv_consumer", model=model, transfer=transfer, **kwargs)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A prompt of token ids that repeats nothing of another seed's."""
+    draw = random.Random(1000 * length + seed)
+    return [draw.randrange(2, 512) for _ in range(length)]
+
+
+def shared_prefix(length: int, shared: int = 320) -> list[int]:
+    """A prompt that begins with the same `shared` tokens for every length."""
+    return prompt_of(shared, 77) + prompt_of(length - shared, 78)
+
+
+def text_of(response: httpx.Response) -> str:
+    """The completion's text.
+
+    Raises:
+        httpx.HTTPStatusError: the server answered with an error.
+    """
+    return str(response.raise_for_status().json()["choices"][0]["text"])
+
+
+def loads(server: Server) -> dict[str, int]:
+    """How many loads had each verdict, as ``/metrics`` tells."""
+    return {
+        verdict: int(server.metric("vllm:kv_checksum_loads_total", verdict=verdict))
+        for verdict in ("verified", "mismatch", "unverified")
+    }
+
+
+def unverified(server: Server, reason: str) -> int:
+    """How many loads were unverified for this reason."""
+    name = "vllm:kv_checksum_unverified_loads_total"
+    return int(server.metric(name, reason=reason))
+
+
+def reference_texts(
+    server: Server, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[str]:
+    """What a single instance answers, without any transfer."""
+    return [text_of(server.completions(p, max_tokens)) for p in prompts]

@@ -1,0 +1,161 @@
+"""Real servers over real NIXL (UCX): clean, corrupt, lost payloads, unequal TP.
+
+The servers are forked from one process that imported vLLM (rig only).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import httpx
+import pytest
+from e2e import pairs
+from rig.model import tiny_qwen3
+from rig.servers import fork_server, prefill, prefill_decode, serving
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with contextlib.closing(fork_server()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def p(forks):
+    server = pairs.producer("e2e-p", tiny_qwen3(), fork_server=forks)
+    with serving(server):
+        yield server
+
+
+@pytest.fixture(scope="module", params=pairs.MODES)
+def drilled(request, forks, p):
+    """A consumer that damages chosen loads, in each mode."""
+    name = f"e2e-d-{request.param}"
+    server = pairs.consumer(name, tiny_qwen3(), request.param, fork_server=forks)
+    with serving(server):
+        yield request.param, server
+
+
+def test_clean_loads_are_verified_and_answers_equal_a_single_instance(forks, p):
+    d = pairs.consumer("e2e-d", tiny_qwen3(), "fail", drill=False, fork_server=forks)
+    prompts = [pairs.prompt_of(n) for n in pairs.LENGTHS]
+    prompts += [pairs.shared_prefix(n) for n in (352, 400, 640)]
+    expected = pairs.reference_texts(p, prompts, MAX_TOKENS)
+    with serving(d):
+        answers = [prefill_decode(p, d, prompt, MAX_TOKENS) for prompt in prompts]
+        assert [pairs.text_of(a) for a in answers] == expected
+        assert pairs.loads(d) == {
+            "verified": len(prompts),
+            "mismatch": 0,
+            "unverified": 0,
+        }
+        hits = d.metric("vllm:prefix_cache_hits_total")
+        assert hits >= 640, "the shared prefix gave no local hits"
+        compared = d.metric("vllm:kv_checksum_blocks_compared_total")
+        transferred = sum(-(-len(x) // 32) for x in prompts) - hits // 32
+        assert compared == transferred
+        abort_some(p, d)
+        assert pairs.loads(d)["mismatch"] == pairs.loads(d)["unverified"] == 0
+        prompt = pairs.prompt_of(333, 5)
+        answer = prefill_decode(p, d, prompt, MAX_TOKENS)
+        assert [pairs.text_of(answer)] == pairs.reference_texts(p, [prompt], MAX_TOKENS)
+    assert "KV checksums are on" in d.log_text()
+    assert "KV checksum mismatch" not in d.log_text()
+
+
+def abort_some(p, d):
+    """Clients that leave while their KV is loaded."""
+    for i, patience in enumerate((0.01, 0.02, 0.05, 0.1, 0.2, 0.3)):
+        prompt = pairs.prompt_of(1400, 100 + i)
+        params = prefill(p, prompt, request_id=f"abort-{i}")
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 50,
+            "kv_transfer_params": params,
+        }
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(
+                f"http://127.0.0.1:{d.port}/v1/completions",
+                json=body,
+                timeout=patience,
+                trust_env=False,
+            )
+
+
+def test_a_flipped_bit(drilled, p):
+    mode, d = drilled
+    before = pairs.loads(d)
+    prompt = pairs.prompt_of(450, 3)
+    (expected,) = pairs.reference_texts(p, [prompt], MAX_TOKENS)
+    answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=f"flip-{mode}")
+    after = pairs.loads(d)
+    assert after["mismatch"] == before["mismatch"] + 1
+    assert after["verified"] == before["verified"]
+    if mode == "fail":
+        assert answer.status_code == 500 and "error" in answer.json()
+    else:
+        text = pairs.text_of(answer)
+        assert mode == "fail-open" or text == expected
+    (line,) = [x for x in d.log_text().splitlines() if "KV checksum mismatch" in x]
+    assert f"flip-{mode}" in line and "1 of 15 blocks differ, position 0" in line
+
+
+def test_a_lost_payload(drilled, p):
+    mode, d = drilled
+    before = pairs.unverified(d, "no_payload")
+    prompt = pairs.prompt_of(120, 4)
+    (expected,) = pairs.reference_texts(p, [prompt], MAX_TOKENS)
+    answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=f"lost-{mode}")
+    assert pairs.unverified(d, "no_payload") == before + 1
+    assert answer.status_code == (500 if mode == "fail" else 200)
+    if mode != "fail":
+        assert pairs.text_of(answer) == expected
+
+
+def test_the_next_clean_request_recovers(drilled, p):
+    mode, d = drilled
+    before = pairs.loads(d)["verified"]
+    prompt = pairs.prompt_of(222, 6)
+    answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=f"clean-{mode}")
+    assert [pairs.text_of(answer)] == pairs.reference_texts(p, [prompt], MAX_TOKENS)
+    assert pairs.loads(d)["verified"] == before + 1
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+def test_unequal_tp(forks, p_tp, d_tp):
+    model = tiny_qwen3("float32")
+    name = f"e2e-tp{p_tp}{d_tp}"
+    common = {"dtype": "float32", "fork_server": forks}
+    left = pairs.producer(f"{name}-p", model, tp=p_tp, **common)
+    right = pairs.consumer(f"{name}-d", model, "recompute", tp=d_tp, **common)
+    prompts = [pairs.prompt_of(n, 9) for n in (1, 64, 300)]
+    with serving(left, right):
+        expected = pairs.reference_texts(left, prompts, MAX_TOKENS)
+        answers = [prefill_decode(left, right, x, MAX_TOKENS) for x in prompts]
+        assert [pairs.text_of(a) for a in answers] == expected
+        assert pairs.loads(right) == {"verified": 3, "mismatch": 0, "unverified": 0}
+        prompt = pairs.prompt_of(300, 10)
+        answer = prefill_decode(left, right, prompt, MAX_TOKENS, request_id="flip-tp")
+        reference = pairs.reference_texts(left, [prompt], MAX_TOKENS)
+        assert [pairs.text_of(answer)] == reference
+        assert pairs.loads(right) == {"verified": 3, "mismatch": 1, "unverified": 0}
+
+
+@pytest.mark.parametrize("mode", ["fail-open", "recompute"])
+def test_vllms_own_corruption_from_block_size_32_to_64(forks, p, mode):
+    """Nothing is injected: stock vLLM on CPU answers 200 with wrong tokens here."""
+    name = f"e2e-64-{mode}"
+    d = pairs.consumer(
+        name, tiny_qwen3(), mode, drill=False, block_size=64, fork_server=forks
+    )
+    prompt = pairs.prompt_of(500, 11)
+    expected = pairs.reference_texts(p, [prompt], MAX_TOKENS)
+    with serving(d):
+        answer = prefill_decode(p, d, prompt, MAX_TOKENS)
+        assert pairs.loads(d)["mismatch"] == 1
+        assert ([pairs.text_of(answer)] == expected) == (mode == "recompute")
