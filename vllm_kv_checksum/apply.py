@@ -336,7 +336,7 @@ def status(package: Path) -> tuple[int, str]:
 def diff(package: Path, series: list[Module], feature_dir: Path) -> str:
     """The unified diff of applying, for ``git apply -p1`` above the package."""
     plan = make_plan(package, series, feature_dir, force=True)
-    parts = []
+    parts: list[str] = []
     for name, old in plan.originals.items():
         parts += _diff(f"a/vllm/{name}", f"b/vllm/{name}", old, plan.edited[name])
     for name, data in plan.feature.items():

@@ -1,7 +1,8 @@
 """The two settings in ``--kv-transfer-config`` and where they are refused.
 
 pydantic rejects unknown keys, so the fields must stand in vLLM's own class; their
-docstrings become the text of ``vllm serve --help``. Model Runner V1 has a list of
+docstrings document them. ``vllm serve --help`` does not list a JSON argument's keys, so
+its text names them. Model Runner V1 has a list of
 what it does not support: checksums join it.
 """
 
@@ -43,4 +44,17 @@ with vllm_config.function("VllmConfig._get_v1_model_runner_unsupported_features"
         """,
     )
 
-MODULES = [kv_transfer, vllm_config]
+arguments = Module("engine/arg_utils.py")
+with arguments.function("EngineArgs.add_cli_args") as f:
+    f.after(
+        assign("vllm_kwargs"),
+        """
+        vllm_kwargs["kv_transfer_config"]["help"] += (
+            "\\n\\nKeys for KV checksums: enable_kv_checksum (verify every loaded KV "
+            "block against its producer's checksum) and kv_checksum_fail_closed (let "
+            "kv_load_failure_policy decide on loads that differ or cannot be verified)."
+        )
+        """,
+    )
+
+MODULES = [kv_transfer, vllm_config, arguments]

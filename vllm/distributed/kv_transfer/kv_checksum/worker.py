@@ -267,7 +267,7 @@ def _build_rows(
             start, ids = blocks.groups.get(group_id, (0, []))
             if not len(ids):
                 continue
-            first = (start + np.arange(len(ids))) * group.block_size
+            first: np.ndarray = (start + np.arange(len(ids))) * group.block_size
             valid = np.clip(blocks.num_tokens - first, 0, group.block_size)
             columns.append(np.stack([np.asarray(ids, np.int64), first, valid]))
             parts.append(_Part(req_id, group, start, slice(at, at + len(ids))))

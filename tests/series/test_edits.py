@@ -1,0 +1,121 @@
+"""Edits: anchors match by syntax, exactly once, and say what they do not find."""
+
+import pytest
+from vllm_kv_checksum.edits import AnchorError, Module, assign
+
+SOURCE = '''"""A module."""
+import os
+from sys import (
+    argv,
+)
+
+
+class Box:
+    """Holds."""
+
+    size: int = 1
+    """How much."""
+
+    @property
+    def full(self):
+        # why
+        if self.size > 1:
+            self.size = call(
+                1,
+            )  # trailing
+        for x in argv:
+            print(x)
+        return False
+
+    def twice(self):
+        a = 1
+        a = 1
+'''
+
+
+def edit(make) -> str:
+    module = Module("m.py")
+    make(module)
+    return module.apply(SOURCE)
+
+
+def in_full(kind, *args, **kwargs):
+    def make(module):
+        with module.function("Box.full") as f:
+            getattr(f, kind)(*args, **kwargs)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (in_full("before", "return False", "new()"), "new()\n        return False"),
+        (in_full("before", "return False", "if a:\n    b()"), "if a:\n            b()\n"),
+        (
+            in_full("after", assign("self.size"), "new()"),
+            "# trailing\n            new()\n        for",
+        ),
+        (
+            in_full("after", "if self.size > 1:", "new()"),
+            "# trailing\n        new()\n        for",
+        ),
+        (
+            in_full("before", "for x in argv:", "new()"),
+            "new()\n        for x in argv:",
+        ),
+        (in_full("prepend", "new()"), "# why\n        new()\n        if self.size"),
+        (lambda m: m.imports("import json"), ")\nimport json\n\n\nclass Box"),
+    ],
+)
+def test_places(make, expected):
+    assert expected in edit(make)
+
+
+def test_class_bodies_and_docstrings():
+    def make(module):
+        with module.cls("Box") as c:
+            c.after(assign("size"), "other = 2", past_docstring=True)
+            c.prepend("first = 0")
+
+    edited = edit(make)
+    assert '"""How much."""\n    other = 2\n' in edited
+    assert '"""Holds."""\n\n    first = 0\n    size' in edited
+
+
+def test_edits_at_one_place_keep_their_order():
+    def make(module):
+        with module.function("Box.full") as f:
+            f.before("return False", "one()")
+            f.before("return False", "two()")
+
+    assert "one()\n        two()\n        return" in edit(make)
+
+
+@pytest.mark.parametrize(
+    ("scope", "anchor", "number"),
+    [("Box.full", "return True", "0"), ("Box.twice", "a = 1", "2")],
+)
+def test_an_anchor_must_match_once(scope, anchor, number):
+    def make(module):
+        with module.function(scope) as f:
+            f.before(anchor, "new()")
+
+    with pytest.raises(AnchorError) as error:
+        edit(make)
+    for part in ("m.py", scope, anchor, f"{number} statements", "0.33.0"):
+        assert part in str(error.value)
+
+
+def test_a_scope_must_exist():
+    def make(module):
+        with module.function("Box.absent") as f:
+            f.prepend("new()")
+
+    with pytest.raises(AnchorError, match="Box.absent is defined 0 times"):
+        edit(make)
+
+
+def test_a_result_that_does_not_compile_is_refused():
+    with pytest.raises(SyntaxError):
+        edit(in_full("before", "return False", "if:"))
