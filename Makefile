@@ -1,7 +1,6 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-CODE := $(wildcard src tests)
 
 .DEFAULT_GOAL := help
 .PHONY: help env unit test lint demo clean
@@ -24,9 +23,10 @@ test: env
 	$(BIN)/python -m pytest tests
 
 lint: env
-	$(BIN)/ruff check $(CODE)
-	$(BIN)/ruff format --check $(CODE)
-	$(BIN)/mypy $(CODE)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/mypy tests/rig
 
 demo: env
 	$(BIN)/python tests/e2e/demo.py

@@ -17,9 +17,10 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from e2e import pairs  # noqa: E402
 from rig.model import tiny_qwen3  # noqa: E402
 from rig.servers import Server, prefill_decode, serving  # noqa: E402
+
+from e2e import pairs  # noqa: E402
 
 MAX_TOKENS = 12
 
@@ -55,8 +56,7 @@ class Demo:
 
     def head(self) -> None:
         print(
-            f"{'case':<38} {'policy':<12} {'HTTP':<5} {'loads on D':<34} "
-            f"{'text':<11}",
+            f"{'case':<38} {'policy':<12} {'HTTP':<5} {'loads on D':<34} {'text':<11}",
             flush=True,
         )
 
@@ -101,7 +101,9 @@ def main() -> int:
     demo.say("writing a tiny model with random weights")
     model = tiny_qwen3()
     p = pairs.producer("demo-p", model)
-    consumers = {mode: pairs.consumer(f"demo-d-{mode}", model, mode) for mode in pairs.MODES}
+    consumers = {
+        mode: pairs.consumer(f"demo-d-{mode}", model, mode) for mode in pairs.MODES
+    }
     demo.say("starting P, and D in three modes (logs: .rig/logs/demo-*.log)")
     with serving(p, *consumers.values()):
         demo.say("ready")
@@ -114,8 +116,9 @@ def main() -> int:
             (p, consumers["fail"]),
             clean,
             "clean",
-            lambda c, right, _: c == {"verified": n, "mismatch": 0, "unverified": 0}
-            and right,
+            lambda c, right, _: (
+                c == {"verified": n, "mismatch": 0, "unverified": 0} and right
+            ),
         )
         for mode, d in consumers.items():
             # A prompt of its own each time: D keeps what it has in its prefix cache.
@@ -125,18 +128,22 @@ def main() -> int:
                 (p, d),
                 [pairs.prompt_of(450, 22)],
                 "flip-demo",
-                lambda c, right, status, mode=mode: c["mismatch"] == 1
-                and {
-                    "fail-open": status == 200,
-                    "fail": status == 500,
-                    "recompute": right,
-                }[mode],
+                lambda c, right, status, mode=mode: (
+                    c["mismatch"] == 1
+                    and {
+                        "fail-open": status == 200,
+                        "fail": status == 500,
+                        "recompute": right,
+                    }[mode]
+                ),
             )
         for d in consumers.values():
             d.stop()
         demo.say("block size 32 on P, 64 on D: nothing is injected from here on")
         larger = {
-            mode: pairs.consumer(f"demo-d64-{mode}", model, mode, drill=False, block_size=64)
+            mode: pairs.consumer(
+                f"demo-d64-{mode}", model, mode, drill=False, block_size=64
+            )
             for mode in ("fail-open", "recompute")
         }
         with serving(*larger.values()):
@@ -147,9 +154,11 @@ def main() -> int:
                     (p, d),
                     [pairs.prompt_of(500, 23)],
                     "clean",
-                    lambda c, right, status, mode=mode: c["mismatch"] == 1
-                    and status == 200
-                    and right == (mode == "recompute"),
+                    lambda c, right, status, mode=mode: (
+                        c["mismatch"] == 1
+                        and status == 200
+                        and right == (mode == "recompute")
+                    ),
                 )
     return demo.finish()
 

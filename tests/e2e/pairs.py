@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-
 from rig.servers import Server
 
 DRILL = {

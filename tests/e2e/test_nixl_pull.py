@@ -9,9 +9,10 @@ import contextlib
 
 import httpx
 import pytest
-from e2e import pairs
 from rig.model import tiny_qwen3
 from rig.servers import fork_server, prefill, prefill_decode, serving
+
+from e2e import pairs
 
 pytestmark = pytest.mark.e2e
 

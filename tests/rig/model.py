@@ -19,7 +19,9 @@ CORPUS = ("the quick brown fox jumps over the lazy dog " * 20, "hello world " * 
 SPECIAL = ("<s>", "</s>")
 
 
-def tiny_qwen3(dtype: str = "bfloat16", *, heads: int = 4, kv_heads: int = 2, cache: Path = CACHE) -> Path:
+def tiny_qwen3(
+    dtype: str = "bfloat16", *, heads: int = 4, kv_heads: int = 2, cache: Path = CACHE
+) -> Path:
     """Return the folder of a tiny Qwen3 in this dtype, writing it first if it is not there."""
     recipe = _qwen3_recipe(heads, kv_heads)
     shape = "" if (heads, kv_heads) == (4, 2) else f"-{heads}x{kv_heads}"
@@ -85,5 +87,7 @@ def _write_tokenizer(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[1])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[1]
+    )
     wrapped.save_pretrained(folder)

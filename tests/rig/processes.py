@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,9 @@ def _table() -> dict[int, _Row]:
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            fields = (
+                (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            )
             process = Process(int(entry.name), int(fields[19]))
             rows[process.pid] = _Row(fields[0], int(fields[1]), int(fields[3]), process)
     return rows
@@ -49,7 +49,11 @@ def family(leader: int, known: set[Process] | None = None) -> set[Process]:
     """Return the living processes of the leader's session, of ``known``, and all their descendants."""
     table = _table()
     remembered = known or set()
-    found = {pid for pid, row in table.items() if pid == leader or row.session == leader or row.process in remembered}
+    found = {
+        pid
+        for pid, row in table.items()
+        if pid == leader or row.session == leader or row.process in remembered
+    }
     grew = True
     while grew:
         children = {pid for pid, row in table.items() if row.parent in found} - found
@@ -82,9 +86,31 @@ def end(leader: int, polite_s: float) -> None:
         send(members, signal.SIGKILL)
         time.sleep(0.05)
     if members:
-        raise RuntimeError(f"processes survived SIGKILL: {sorted(member.pid for member in members)}")
+        raise RuntimeError(
+            f"processes survived SIGKILL: {sorted(member.pid for member in members)}"
+        )
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when the thread that started it ends (for ``preexec_fn``)."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def guard(leader: int) -> subprocess.Popen[bytes]:
+    """Start a process that ends the leader's family when this process is gone, however it ended.
+
+    It waits for its standard input to close; kill it once the family has been ended otherwise.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", str(Path(__file__).resolve()), str(leader)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def dismiss(guardian: subprocess.Popen[bytes]) -> None:
+    """End a guard that has nothing left to do."""
+    guardian.kill()
+    guardian.communicate()
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    end(int(sys.argv[1]), polite_s=3)

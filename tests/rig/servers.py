@@ -101,28 +101,61 @@ class Server:
         self.ready_s: float | None = None
         self._fork_server = fork_server
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._began = 0.0
-        self._client = httpx.Client(base_url=f"http://{HOST}:{self.port}", trust_env=False, timeout=120)
+        self._client = httpx.Client(
+            base_url=f"http://{HOST}:{self.port}", trust_env=False, timeout=120
+        )
 
     def command(self) -> list[str]:
         """Return the command line."""
         line = [str(Path(sys.executable).parent / "vllm"), "serve", str(self.model)]
-        line += ["--host", HOST, "--port", str(self.port), "--served-model-name", SERVED_NAME, "--seed", "0"]
+        line += [
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+            "--served-model-name",
+            SERVED_NAME,
+            "--seed",
+            "0",
+        ]
         line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
-        line += ["--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details"]
+        line += [
+            "--kv-cache-memory-bytes",
+            str(64 << 20),
+            "--enable-prompt-tokens-details",
+        ]
         line += ["--block-size", str(self.block_size), "--dtype", self.dtype]
         if self.tp > 1:
-            line += ["--tensor-parallel-size", str(self.tp), "--distributed-executor-backend", "mp"]
+            line += [
+                "--tensor-parallel-size",
+                str(self.tp),
+                "--distributed-executor-backend",
+                "mp",
+            ]
         if self.role is not None:
-            config = {"kv_connector": self.connector, "kv_role": self.role, "kv_buffer_device": "cpu", **self.transfer}
+            config = {
+                "kv_connector": self.connector,
+                "kv_role": self.role,
+                "kv_buffer_device": "cpu",
+                **self.transfer,
+            }
             kept = {key: value for key, value in config.items() if value is not None}
             line += ["--kv-transfer-config", json.dumps(kept)]
         return [*line, *self.args]
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the process."""
-        inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
-        ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(free_port())}
+        inherited = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
+        }
+        ports = {
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(free_port()),
+        }
         single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if self.tp == 1 else {}
         return {**inherited, **ENVIRONMENT, **ports, **single, **self.env}
 
@@ -134,6 +167,7 @@ class Server:
         _watch_signals()
         self._began = time.monotonic()
         self._process = self._launch()
+        self._guard = processes.guard(self._process.pid)
         with _lock:
             _running.append(self)
         return self
@@ -141,8 +175,9 @@ class Server:
     def _launch(self) -> subprocess.Popen[bytes] | ForkedProcess:
         """Start the process, outside the repository so that no folder of it can shadow a package."""
         if self._fork_server is not None:
-            return self._fork_server.launch(self.command(), self.environment(), self.log)
-        main = threading.current_thread() is threading.main_thread()
+            return self._fork_server.launch(
+                self.command(), self.environment(), self.log
+            )
         with self.log.open("wb") as log:
             return subprocess.Popen(
                 self.command(),
@@ -152,7 +187,6 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=processes.die_with_parent if main else None,
             )
 
     def alive(self) -> bool:
@@ -164,15 +198,21 @@ class Server:
         while time.monotonic() - self._began < timeout:
             if not self.alive():
                 code = self._process.returncode if self._process else None
-                raise ServerError(f"{self.name} died (exit {code}) before it was ready\n{self.log_errors()}")
+                raise ServerError(
+                    f"{self.name} died (exit {code}) before it was ready\n{self.log_errors()}"
+                )
             with contextlib.suppress(httpx.HTTPError):
                 if self._client.get("/health", timeout=2).status_code == 200:
                     self.ready_s = time.monotonic() - self._began
                     return self
             time.sleep(0.2)
-        raise ServerError(f"{self.name} was not ready after {timeout:.0f} s\n{self.log_errors()}")
+        raise ServerError(
+            f"{self.name} was not ready after {timeout:.0f} s\n{self.log_errors()}"
+        )
 
-    def post(self, path: str, *, headers: Mapping[str, str] | None = None, **body: Any) -> httpx.Response:
+    def post(
+        self, path: str, *, headers: Mapping[str, str] | None = None, **body: Any
+    ) -> httpx.Response:
         """Post a JSON body and return the response, whatever its status."""
         return self._client.post(path, json=body, headers=dict(headers or {}))
 
@@ -186,7 +226,12 @@ class Server:
         **body: Any,
     ) -> httpx.Response:
         """Ask for a greedy completion (override by keyword) and return the response, whatever its status."""
-        asked: dict[str, Any] = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        asked: dict[str, Any] = {
+            "model": SERVED_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
         if kv_transfer_params is not None:
             asked["kv_transfer_params"] = dict(kv_transfer_params)
         headers = {"X-Request-Id": request_id} if request_id else None
@@ -195,13 +240,24 @@ class Server:
     def metrics(self) -> dict[tuple[str, Labels], float]:
         """Return every sample of /metrics by name and labels."""
         page = self._client.get("/metrics").raise_for_status().text
-        samples = (sample for group in text_string_to_metric_families(page) for sample in group.samples)
-        return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+        samples = (
+            sample
+            for group in text_string_to_metric_families(page)
+            for sample in group.samples
+        )
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for sample in samples
+        }
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of this name that carry these labels; 0 if there are none."""
         wanted = labels.items()
-        return sum(value for (found, carried), value in self.metrics().items() if found == name and wanted <= carried)
+        return sum(
+            value
+            for (found, carried), value in self.metrics().items()
+            if found == name and wanted <= carried
+        )
 
     def log_text(self) -> str:
         """Return everything the server has written."""
@@ -210,8 +266,15 @@ class Server:
     def log_errors(self, limit: int = 20) -> str:
         """Return the log's lines that tell of errors, or its end if there are none."""
         lines = self.log_text().splitlines()
-        telling = [line for line in lines if "Error" in line or "Exception" in line or "error:" in line]
-        return "\n".join(line[:400] for line in (telling or lines)[-limit:]) + f"\n(log: {self.log})"
+        telling = [
+            line
+            for line in lines
+            if "Error" in line or "Exception" in line or "error:" in line
+        ]
+        return (
+            "\n".join(line[:400] for line in (telling or lines)[-limit:])
+            + f"\n(log: {self.log})"
+        )
 
     def stop(self) -> None:
         """End the server and everything it started. Safe to call again."""
@@ -222,19 +285,29 @@ class Server:
         if self._process is not None:
             processes.end(self._process.pid, polite_s=8)
             self._process.poll()
+        if self._guard is not None:
+            processes.dismiss(self._guard)
+            self._guard = None
 
     def __enter__(self) -> Server:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
 
 def fork_server(log_dir: Path = CACHE / "logs") -> ForkServer:
     """Start a fork server whose imports happen under the servers' environment."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
+    }
     return ForkServer({**inherited, **ENVIRONMENT}, log_dir / "forkserver.log")
 
 
@@ -262,17 +335,31 @@ def stop_all(servers: Sequence[Server] | None = None) -> None:
         thread.join()
 
 
-def prefill(p: Server, prompt: str | Sequence[int], *, request_id: str, **body: Any) -> dict[str, Any]:
+def prefill(
+    p: Server, prompt: str | Sequence[int], *, request_id: str, **body: Any
+) -> dict[str, Any]:
     """Do the prefill half of a request as a router does; return the transfer parameters for the decode half."""
-    remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    remote = dict.fromkeys(
+        ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+    )
     params = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
-    answer = p.completions(prompt, 1, params, request_id=request_id, **body).raise_for_status().json()
+    answer = (
+        p.completions(prompt, 1, params, request_id=request_id, **body)
+        .raise_for_status()
+        .json()
+    )
     received: dict[str, Any] = answer["kv_transfer_params"]
     return received
 
 
 def prefill_decode(
-    p: Server, d: Server, prompt: str | Sequence[int], max_tokens: int, *, request_id: str | None = None, **body: Any
+    p: Server,
+    d: Server,
+    prompt: str | Sequence[int],
+    max_tokens: int,
+    *,
+    request_id: str | None = None,
+    **body: Any,
 ) -> httpx.Response:
     """Prefill on ``p``, hand everything it returned to ``d``, and return ``d``'s response, whatever its status."""
     shared = request_id or str(uuid.uuid4())

@@ -9,7 +9,13 @@ import io
 import zipfile
 from pathlib import Path
 
-KERNELS = ("_C.abi3.so", "_C_AVX2.abi3.so", "_C_AVX512.abi3.so", "fs_io_C.abi3.so", "spinloop.abi3.so")
+KERNELS = (
+    "_C.abi3.so",
+    "_C_AVX2.abi3.so",
+    "_C_AVX512.abi3.so",
+    "fs_io_C.abi3.so",
+    "spinloop.abi3.so",
+)
 
 
 class Broken(Exception):
@@ -26,11 +32,19 @@ def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Pat
     old, new = f"vllm-{base}.dist-info", f"vllm-{version}.dist-info"
     path = folder / f"vllm-{version}-cp38-abi3-linux_x86_64.whl"
     rows: list[tuple[str, str, str]] = []
-    with zipfile.ZipFile(stock) as trunk, zipfile.ZipFile(kernels) as native, zipfile.ZipFile(path, "w") as out:
+    with (
+        zipfile.ZipFile(stock) as trunk,
+        zipfile.ZipFile(kernels) as native,
+        zipfile.ZipFile(path, "w") as out,
+    ):
 
         def add(name: str, content: bytes) -> None:
             out.writestr(name, content)
-            hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            hashed = (
+                base64.urlsafe_b64encode(hashlib.sha256(content).digest())
+                .rstrip(b"=")
+                .decode()
+            )
             rows.append((name, f"sha256={hashed}", str(len(content))))
 
         for name in trunk.namelist():
@@ -56,7 +70,9 @@ def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Pat
 def _metadata(content: bytes, base: str, version: str) -> bytes:
     """Return the metadata with the rig's version and no requirements."""
     head, blank, body = content.partition(b"\n\n")
-    lines = [line for line in head.split(b"\n") if not line.startswith(b"Requires-Dist:")]
+    lines = [
+        line for line in head.split(b"\n") if not line.startswith(b"Requires-Dist:")
+    ]
     was, now = f"Version: {base}".encode(), f"Version: {version}".encode()
     if was not in lines:
         raise Broken(f"the metadata does not say {was.decode()!r}")

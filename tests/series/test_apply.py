@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from vllm_kv_checksum import apply as installer
 from vllm_kv_checksum import cli
 from vllm_kv_checksum.edits import Module

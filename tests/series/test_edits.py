@@ -1,6 +1,7 @@
 """Edits: anchors match by syntax, exactly once, and say what they do not find."""
 
 import pytest
+
 from vllm_kv_checksum.edits import AnchorError, Module, assign
 
 SOURCE = '''"""A module."""
@@ -51,7 +52,10 @@ def in_full(kind, *args, **kwargs):
     ("make", "expected"),
     [
         (in_full("before", "return False", "new()"), "new()\n        return False"),
-        (in_full("before", "return False", "if a:\n    b()"), "if a:\n            b()\n"),
+        (
+            in_full("before", "return False", "if a:\n    b()"),
+            "if a:\n            b()\n",
+        ),
         (
             in_full("after", assign("self.size"), "new()"),
             "# trailing\n            new()\n        for",

@@ -25,7 +25,9 @@ def apply() -> None:
     if os.environ.get("KV_CHECKSUM_RIG_ADJUST") == "0":
         return
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
-    on_import("vllm.distributed.device_communicators.shm_broadcast", no_broadcast_busy_loop)
+    on_import(
+        "vllm.distributed.device_communicators.shm_broadcast", no_broadcast_busy_loop
+    )
 
 
 def slow_nixl_progress_thread(api: ModuleType) -> None:
@@ -58,5 +60,7 @@ def no_broadcast_busy_loop(module: ModuleType) -> None:
     init: Any = module.SpinCondition.__init__  # type: ignore[attr-defined]
     names = init.__code__.co_varnames[: init.__code__.co_argcount]
     if not init.__defaults__ or names[-1] != "busy_loop_s":
-        raise RuntimeError("kv-checksum-rig: SpinCondition no longer ends in busy_loop_s; revise the adjustment")
+        raise RuntimeError(
+            "kv-checksum-rig: SpinCondition no longer ends in busy_loop_s; revise the adjustment"
+        )
     init.__defaults__ = (*init.__defaults__[:-1], BROADCAST_BUSY_LOOP_S)

@@ -40,7 +40,10 @@ class _HookFinder(importlib.abc.MetaPathFinder):
         self._searching: set[str] = set()
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the module's own spec with the loader wrapped."""
         if fullname not in self.hooks or fullname in self._searching:

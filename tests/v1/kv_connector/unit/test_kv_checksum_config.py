@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import kv_checksum_instances as rig
 import prometheus_client
 import pytest
-
 from vllm.config import KVTransferConfig
+from vllm.v1.outputs import KVConnectorOutput
+
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumProm
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill import drill_faults
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
-from vllm.v1.outputs import KVConnectorOutput
 
 
 def test_both_settings_are_off_by_default():
@@ -22,9 +22,13 @@ def test_both_settings_are_off_by_default():
 
 
 def test_fail_closed_needs_checksums():
-    with pytest.raises(ValueError, match="(?s)kv_checksum_fail_closed.*enable_kv_check"):
+    with pytest.raises(
+        ValueError, match="(?s)kv_checksum_fail_closed.*enable_kv_check"
+    ):
         KVTransferConfig(
-            kv_connector="NixlConnector", kv_role="kv_both", kv_checksum_fail_closed=True
+            kv_connector="NixlConnector",
+            kv_role="kv_both",
+            kv_checksum_fail_closed=True,
         )
 
 
@@ -76,7 +80,9 @@ def test_counters_have_fixed_labels():
         return prometheus_client.Counter(registry=registry, **kwargs)
 
     prom = KVChecksumProm(counter, ["model_name", "engine"], {0: ["m", "0"]})
-    prom.observe({"loads:mismatch:kv_transfer_params": 2, "unverified:no_payload": 1}, 0)
+    prom.observe(
+        {"loads:mismatch:kv_transfer_params": 2, "unverified:no_payload": 1}, 0
+    )
     base = {"model_name": "m", "engine": "0"}
     loads = {**base, "verdict": "mismatch", "carrier": "kv_transfer_params"}
     assert registry.get_sample_value("vllm:kv_checksum_loads_total", loads) == 2

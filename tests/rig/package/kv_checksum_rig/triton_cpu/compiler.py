@@ -22,11 +22,17 @@ class InterpretedBackend(triton_compiler.BaseBackend):  # type: ignore[misc]
 
     def parse_options(self, options: dict[str, Any]) -> object:
         """Refuse: nothing is compiled here."""
-        raise NotImplementedError("the rig's Triton backend compiles nothing; set TRITON_INTERPRET=1")
+        raise NotImplementedError(
+            "the rig's Triton backend compiles nothing; set TRITON_INTERPRET=1"
+        )
 
-    def add_stages(self, stages: dict[str, Any], options: object, language: Any) -> None:
+    def add_stages(
+        self, stages: dict[str, Any], options: object, language: Any
+    ) -> None:
         """Refuse: nothing is compiled here."""
-        raise NotImplementedError("the rig's Triton backend compiles nothing; set TRITON_INTERPRET=1")
+        raise NotImplementedError(
+            "the rig's Triton backend compiles nothing; set TRITON_INTERPRET=1"
+        )
 
     def load_dialects(self, context: Any) -> None:
         """Load no dialect."""

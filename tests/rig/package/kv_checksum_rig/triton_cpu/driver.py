@@ -17,16 +17,24 @@ class InterpretedDriver(triton_driver.DriverBase):  # type: ignore[misc]
 
     def map_python_to_cpp_type(self, ty: str) -> str:
         """Refuse: there is no launcher to generate."""
-        raise NotImplementedError("the rig's Triton driver launches nothing; set TRITON_INTERPRET=1")
+        raise NotImplementedError(
+            "the rig's Triton driver launches nothing; set TRITON_INTERPRET=1"
+        )
 
     def get_current_target(self) -> Any:
         """Refuse: there is no device."""
-        raise NotImplementedError("the rig's Triton driver has no device; set TRITON_INTERPRET=1")
+        raise NotImplementedError(
+            "the rig's Triton driver has no device; set TRITON_INTERPRET=1"
+        )
 
     def get_active_torch_device(self) -> Any:
         """Refuse: there is no device."""
-        raise NotImplementedError("the rig's Triton driver has no device; set TRITON_INTERPRET=1")
+        raise NotImplementedError(
+            "the rig's Triton driver has no device; set TRITON_INTERPRET=1"
+        )
 
     def get_benchmarker(self) -> Any:
         """Refuse: nothing is measured in the interpreter."""
-        raise NotImplementedError("the rig's Triton driver measures nothing; set TRITON_INTERPRET=1")
+        raise NotImplementedError(
+            "the rig's Triton driver measures nothing; set TRITON_INTERPRET=1"
+        )
