@@ -1,9 +1,9 @@
 """All or nothing: put the feature and the series into a vLLM tree, or take them out.
 
 Everything is computed and compiled before the first write. The originals and a
-manifest are written next, in state "applying", so that even a killed run can be
-reverted; then each file is replaced by an atomic rename. Any failure rolls back to
-the bit-identical tree.
+manifest are written next, in state "applying" (or "reverting"), so that even a
+killed run can be taken back; then each file is replaced by an atomic rename. Any
+failure puts back the tree as it was, bit-identical (`saved.py`).
 """
 
 import difflib
@@ -12,14 +12,14 @@ import importlib.util
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import KNOWN_VERSIONS
 from .edits import AnchorError, Module
+from .saved import remove, transaction, write_atomically
 
 FEATURE = "distributed/kv_transfer/kv_checksum"
 """Where the feature's own modules stand, below the ``vllm`` package."""
@@ -33,21 +33,27 @@ class InstallError(Exception):
 
 @dataclass
 class FileRecord:
-    """SHA-256 of a patched file before and after."""
+    """SHA-256 of a file of vLLM: its own, patched, and as an older series left it."""
 
     before: str
     after: str
+    previous: str = ""
 
 
 @dataclass
 class Manifest:
-    """What was applied. `state` is "applying" until every file is in place."""
+    """What was applied.
+
+    `state` is "applied", or "applying" or "reverting" while (or because) a run is not
+    through. `feature` holds the SHA-256 of the feature's files, if copied.
+    """
 
     state: str
     vllm_version: str
     series_version: str
     linked: bool
     files: dict[str, FileRecord]
+    feature: dict[str, str]
 
 
 @dataclass
@@ -111,23 +117,46 @@ def read_manifest(package: Path) -> Manifest | None:
     path = package / MANIFEST_DIR / "manifest.json"
     if not path.is_file():
         return None
-    raw = json.loads(path.read_text("utf-8"))
-    raw["files"] = {name: FileRecord(**r) for name, r in raw["files"].items()}
-    return Manifest(**raw)
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        raw["files"] = {name: FileRecord(**r) for name, r in raw["files"].items()}
+        return Manifest(**raw)
+    except (ValueError, TypeError, KeyError):
+        raise InstallError(
+            f"{path} is damaged: reinstall this vLLM (pip install --force-reinstall "
+            f"--no-deps), remove {path.parent} and {package / FEATURE}, and apply again"
+        ) from None
 
 
 def changed_since(package: Path, manifest: Manifest) -> list[str]:
-    """Patched files that are neither as they were nor as they were left."""
+    """Files that hold what neither vLLM nor this command put there."""
     changed = []
     for name, record in manifest.files.items():
-        path = package / name
-        digest = sha256(path.read_bytes()) if path.is_file() else ""
-        known = {record.after}
-        if manifest.state != "applied":
-            known.add(record.before)
-        if digest not in known:
+        known = {record.before, record.after, record.previous}
+        if _digest(package / name) not in known:
             changed.append(name)
+    for name, digest in manifest.feature.items():
+        path = package / FEATURE / name
+        if path.is_file() and _digest(path) != digest and manifest.state == "applied":
+            changed.append(f"{FEATURE}/{name}")
     return changed
+
+
+def missing(package: Path, manifest: Manifest) -> list[str]:
+    """What is not in place although the manifest says that it was applied."""
+    gone = [n for n, r in manifest.files.items() if _digest(package / n) != r.after]
+    if manifest.linked and not (package / FEATURE / "__init__.py").is_file():
+        gone.append(FEATURE)
+    gone += [
+        f"{FEATURE}/{name}"
+        for name in manifest.feature
+        if not (package / FEATURE / name).is_file()
+    ]
+    return gone
+
+
+def _digest(path: Path) -> str:
+    return sha256(path.read_bytes()) if path.is_file() else "absent"
 
 
 def make_plan(
@@ -154,6 +183,11 @@ def make_plan(
         except (AnchorError, SyntaxError) as error:
             raise InstallError(f"vLLM {version} does not fit: {error}") from None
         originals[module.path], edited[module.path] = original, new.encode("utf-8")
+    for name in manifest.files if manifest is not None else ():
+        if name not in originals:
+            # An older series edited it, this one does not.
+            original = (package / MANIFEST_DIR / "originals" / name).read_bytes()
+            originals[name] = edited[name] = original
     if not known and not force:
         raise InstallError(
             f"vLLM {version} is not a known version ({', '.join(KNOWN_VERSIONS)}). "
@@ -167,17 +201,9 @@ def make_plan(
     return Plan(originals, edited, feature, version, digest.hexdigest()[:12])
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by a rename; its mode is kept."""
-    temporary = path.with_name(f".{path.name}.kv_checksum_tmp")
-    temporary.write_bytes(data)
-    if path.exists():
-        shutil.copymode(path, temporary)
-    os.replace(temporary, path)
-
-
 def put_feature(package: Path, plan: Plan, source: Path, link: bool) -> None:
     target = package / FEATURE
+    remove(target)
     if link:
         os.symlink(source.resolve(), target, target_is_directory=True)
         return
@@ -186,16 +212,8 @@ def put_feature(package: Path, plan: Plan, source: Path, link: bool) -> None:
         write_atomically(target / name, data)
 
 
-def remove_feature(package: Path) -> None:
-    target = package / FEATURE
-    if target.is_symlink():
-        target.unlink()
-    elif target.exists():
-        shutil.rmtree(target)
-
-
 @contextmanager
-def _readable(package: Path) -> Iterator[None]:
+def _explained(package: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -220,50 +238,55 @@ def apply(
     """
     manifest = read_manifest(package)
     if manifest is not None:
-        _refuse_changed(package, manifest, force=False)
-    plan = make_plan(package, series, feature_dir, force=force)
-    if manifest is not None:
-        if (
-            manifest.state == "applied"
-            and manifest.series_version == plan.series_version
-            and manifest.linked == link
-        ):
-            return f"already applied to vLLM {plan.vllm_version} in {package}"
-        with _readable(package):
-            restore(package, manifest)
-    elif (package / FEATURE).exists() or (package / FEATURE).is_symlink():
+        _refuse_changed(package, manifest)
+    elif os.path.lexists(package / FEATURE):
         raise InstallError(
             f"{package / FEATURE} exists but was not put there by this command: "
             "remove it, or use a vLLM without the feature"
         )
-    with _readable(package):
+    plan = make_plan(package, series, feature_dir, force=force)
+    if (
+        manifest is not None
+        and (manifest.state, manifest.series_version, manifest.linked)
+        == ("applied", plan.series_version, link)
+        and not missing(package, manifest)
+    ):
+        return f"already applied to vLLM {plan.vllm_version} in {package}"
+    with _explained(package), transaction(*_touched(package, plan.edited)):
         _write(package, plan, feature_dir, link)
     return (
         f"applied series {plan.series_version} to vLLM {plan.vllm_version} in {package}"
     )
 
 
+def _touched(package: Path, names: Iterable[str]) -> list[Path]:
+    """Every file and folder that applying or reverting may change."""
+    return [*(package / n for n in names), package / FEATURE, package / MANIFEST_DIR]
+
+
 def _write(package: Path, plan: Plan, feature_dir: Path, link: bool) -> None:
     files = {
-        name: FileRecord(sha256(plan.originals[name]), sha256(plan.edited[name]))
+        name: FileRecord(
+            sha256(plan.originals[name]),
+            sha256(plan.edited[name]),
+            previous=_digest(package / name),
+        )
         for name in plan.edited
     }
-    manifest = Manifest("applying", plan.vllm_version, plan.series_version, link, files)
-    folder = package / MANIFEST_DIR
-    try:
-        for name, data in plan.originals.items():
-            backup = folder / "originals" / name
-            backup.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(backup, data)
-        save_manifest(package, manifest)
-        put_feature(package, plan, feature_dir, link)
-        for name, data in plan.edited.items():
-            write_atomically(package / name, data)
-        manifest.state = "applied"
-        save_manifest(package, manifest)
-    except BaseException:
-        restore(package, manifest)
-        raise
+    feature = {} if link else {n: sha256(data) for n, data in plan.feature.items()}
+    manifest = Manifest(
+        "applying", plan.vllm_version, plan.series_version, link, files, feature
+    )
+    for name, data in plan.originals.items():
+        backup = package / MANIFEST_DIR / "originals" / name
+        backup.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(backup, data)
+    save_manifest(package, manifest)
+    put_feature(package, plan, feature_dir, link)
+    for name, data in plan.edited.items():
+        write_atomically(package / name, data)
+    manifest.state = "applied"
+    save_manifest(package, manifest)
 
 
 def save_manifest(package: Path, manifest: Manifest) -> None:
@@ -271,45 +294,44 @@ def save_manifest(package: Path, manifest: Manifest) -> None:
     write_atomically(package / MANIFEST_DIR / "manifest.json", text.encode("utf-8"))
 
 
-def restore(package: Path, manifest: Manifest) -> None:
-    """Bit-identical originals back; the feature and the manifest go."""
-    folder = package / MANIFEST_DIR
-    for name, record in manifest.files.items():
-        path, backup = package / name, folder / "originals" / name
-        path.with_name(f".{path.name}.kv_checksum_tmp").unlink(missing_ok=True)
-        if not path.is_file() or sha256(path.read_bytes()) != record.before:
-            mode = path if path.exists() else backup
-            temporary = backup.with_name(f".{backup.name}.restored")
-            shutil.copyfile(backup, temporary)
-            shutil.copymode(mode, temporary)
-            temporary.replace(path)
-    remove_feature(package)
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def _refuse_changed(package: Path, manifest: Manifest, *, force: bool) -> None:
+def _refuse_changed(package: Path, manifest: Manifest) -> None:
     changed = changed_since(package, manifest)
-    if changed and not force:
+    if changed:
         raise InstallError(
             f"changed since the series was applied: {', '.join(changed)} (in {package}). "
-            "Keep a copy of your change, then `vllm-kv-checksum revert --force` puts "
-            "the originals back"
+            "Keep a copy of your change, then `vllm-kv-checksum revert --force` takes "
+            "the series out"
         )
 
 
 def revert(package: Path, *, force: bool = False) -> str:
-    """Put the originals back; what was done, in one line."""
+    """Put the originals back; what was done, in one line.
+
+    With `force`, also over files changed since, unless vLLM itself has been replaced
+    by another version: then what that brought stays.
+
+    Raises:
+        InstallError: the tree is left as it was.
+    """
     manifest = read_manifest(package)
     if manifest is None:
-        leftovers = package / MANIFEST_DIR
-        if leftovers.exists():
-            # Killed before the first edit: only copies were made.
-            shutil.rmtree(leftovers)
+        # A run killed before its first edit has left copies only.
+        remove(package / MANIFEST_DIR)
         return f"not applied to {package}: nothing to do"
-    _refuse_changed(package, manifest, force=force)
-    with _readable(package):
-        restore(package, manifest)
+    if not force:
+        _refuse_changed(package, manifest)
+    other_version = read_version(package) != manifest.vllm_version
+    with _explained(package), transaction(*_touched(package, manifest.files)):
+        manifest.state = "reverting"
+        save_manifest(package, manifest)
+        for name, record in manifest.files.items():
+            digest = _digest(package / name)
+            ours = digest in (record.after, record.previous)
+            if digest != record.before and (ours or not other_version):
+                backup = package / MANIFEST_DIR / "originals" / name
+                write_atomically(package / name, backup.read_bytes())
+        remove(package / FEATURE)
+        remove(package / MANIFEST_DIR)
     return f"reverted vLLM {manifest.vllm_version} in {package}"
 
 
@@ -325,11 +347,14 @@ def status(package: Path) -> tuple[int, str]:
         f"vLLM {manifest.vllm_version} in {package}"
     )
     if manifest.state != "applied":
-        return 2, f"interrupted while applying {head}; run apply or revert"
+        return 2, f"interrupted while {manifest.state} {head}; run apply or revert"
     if version != manifest.vllm_version:
         return 2, f"applied {head}, but the metadata now says vLLM {version}"
     if changed:
         return 2, f"applied {head}; changed since: {', '.join(changed)}"
+    gone = missing(package, manifest)
+    if gone:
+        return 2, f"applied {head}; no longer in place: {', '.join(gone)}; run apply"
     return 0, f"applied {head}"
 
 
@@ -347,9 +372,11 @@ def diff(package: Path, series: list[Module], feature_dir: Path) -> str:
 
 
 def _diff(old_name: str, new_name: str, old: bytes, new: bytes) -> Iterator[str]:
-    return difflib.unified_diff(
+    lines = difflib.unified_diff(
         old.decode("utf-8").splitlines(keepends=True),
         new.decode("utf-8").splitlines(keepends=True),
         old_name,
         new_name,
     )
+    for line in lines:
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

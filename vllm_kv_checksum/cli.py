@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     try:
         return run(build_parser().parse_args(argv))
-    except installer.InstallError as error:
+    except (installer.InstallError, OSError) as error:
         print(f"vllm-kv-checksum: error: {error}", file=sys.stderr)
         return 2
 

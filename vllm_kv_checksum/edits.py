@@ -30,6 +30,23 @@ _HEADS: dict[type[ast.stmt], tuple[str, ...]] = {
 }
 
 
+_ScopeNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class _Insert:
+    """Code to put behind a line, `before` the statement that follows it or not."""
+
+    line: int
+    indent: int
+    before: bool
+    code: str
+
+    def order(self) -> tuple[int, bool, int]:
+        """At one line: what closes inner blocks first, then what opens the next."""
+        return self.line, self.before, 0 if self.before else -self.indent
+
+
 @dataclass(frozen=True)
 class Edit:
     """One insertion. `where` is "before", "after" or "prepend" (no anchor)."""
@@ -92,29 +109,33 @@ class Module:
         tree = ast.parse(source)
         inserts = [self._place(tree, edit) for edit in self.edits]
         at = max(
-            (n.end_lineno or 0)
-            for n in tree.body
-            if isinstance(n, ast.Import | ast.ImportFrom)
+            (
+                n.end_lineno or 0
+                for n in tree.body
+                if isinstance(n, ast.Import | ast.ImportFrom) or _is_docstring(n)
+            ),
+            default=0,
         )
-        inserts += [(at, 0, code) for code in self.import_lines]
-        lines = source.splitlines(keepends=True)
-        # From the end, so that earlier line numbers stay right; among equals the
-        # last one first, so that they end up in series order.
-        for line, indent, code in reversed(sorted(inserts, key=lambda i: i[0])):
-            text = textwrap.dedent(code).strip("\n")
-            lines[line:line] = [textwrap.indent(text, " " * indent) + "\n"]
-            if code.endswith("\n\n"):
-                lines[line] += "\n"
+        inserts += [_Insert(at, 0, False, code) for code in self.import_lines]
+        # Not splitlines(): Python's line numbers count "\n" alone.
+        lines = [line + "\n" for line in source.split("\n")]
+        lines[-1] = lines[-1].removesuffix("\n")
+        # From the end, so that earlier line numbers stay right.
+        for insert in reversed(sorted(inserts, key=_Insert.order)):
+            text = textwrap.dedent(insert.code).strip("\n")
+            new = textwrap.indent(text, " " * insert.indent) + "\n"
+            if insert.code.endswith("\n\n"):
+                new += "\n"
+            lines[insert.line : insert.line] = [new]
         edited = "".join(lines)
         compile(edited, self.path, "exec")
         return edited
 
-    def _place(self, tree: ast.Module, edit: Edit) -> tuple[int, int, str]:
-        """Line to insert behind, indentation, code."""
+    def _place(self, tree: ast.Module, edit: Edit) -> "_Insert":
         scope = self._scope(tree, edit.scope)
         if edit.where == "prepend":
             first = scope.body[1 if ast.get_docstring(scope) is not None else 0]
-            return _first_line(first) - 1, first.col_offset, edit.code
+            return _Insert(_first_line(first) - 1, first.col_offset, True, edit.code)
         matches = [
             (body, i)
             for body, i in _statements(scope)
@@ -129,20 +150,21 @@ class Module:
         body, i = matches[0]
         statement = body[i]
         if edit.where == "before":
-            return _first_line(statement) - 1, statement.col_offset, edit.code
+            line = _first_line(statement) - 1
+            return _Insert(line, statement.col_offset, True, edit.code)
         end = statement
         if edit.past_docstring and i + 1 < len(body) and _is_docstring(body[i + 1]):
             end = body[i + 1]
-        return end.end_lineno or end.lineno, statement.col_offset, edit.code
+        line = end.end_lineno or end.lineno
+        return _Insert(line, statement.col_offset, False, edit.code)
 
-    def _scope(self, tree: ast.Module, name: str) -> ast.FunctionDef | ast.ClassDef:
+    def _scope(self, tree: ast.Module, name: str) -> "_ScopeNode":
         node: ast.AST = tree
         for part in name.split("."):
             found = [
                 n
                 for n in getattr(node, "body", [])
-                if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-                and n.name == part
+                if isinstance(n, _ScopeNode) and n.name == part
             ]
             if len(found) != 1:
                 raise AnchorError(
@@ -150,7 +172,7 @@ class Module:
                     f"series is known to fit vLLM {', '.join(KNOWN_VERSIONS)}"
                 )
             node = found[0]
-        assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+        assert isinstance(node, _ScopeNode)
         return node
 
 
@@ -174,9 +196,7 @@ def _statements(scope: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
         for i, child in enumerate(block):
             if isinstance(child, ast.stmt):
                 yield block, i
-            if not isinstance(
-                child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-            ):
+            if not isinstance(child, _ScopeNode):
                 yield from _statements(child)
 
 

@@ -4,12 +4,13 @@ import hashlib
 import os
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from vllm_kv_checksum import apply as installer
-from vllm_kv_checksum import cli
+from vllm_kv_checksum import cli, saved
 from vllm_kv_checksum.edits import Module
 from vllm_kv_checksum.series import load_series
 
@@ -128,46 +129,103 @@ def fail_at(monkeypatch, step) -> list[str]:
     guard(installer, "write_atomically")
     guard(installer, "put_feature")
     guard(installer, "save_manifest")
-    guard(installer.os, "replace")
-    guard(installer.os, "symlink")
-    guard(installer.shutil, "copymode")
+    guard(installer, "remove")
+    guard(saved.os, "replace")
+    guard(saved.os, "symlink")
+    guard(saved.shutil, "copymode")
     return done
 
 
+def do_apply(package, feature, link):
+    installer.apply(package, series(), feature, link=link)
+
+
+def do_upgrade(package, feature, link):
+    installer.apply(package, series("newer()")[:1], feature, link=link)
+
+
+def do_revert(package, feature, link):
+    installer.revert(package)
+
+
 @pytest.mark.parametrize("link", [False, True])
-def test_a_failure_at_any_step_leaves_the_tree_as_it_was(package, feature, link):
+@pytest.mark.parametrize("act", [do_apply, do_upgrade, do_revert])
+def test_a_failure_at_any_step_leaves_the_tree_as_it_was(package, feature, act, link):
+    if act is not do_apply:
+        do_apply(package, feature, link)
     before = snapshot(package)
     for step in range(1, 200):
         with pytest.MonkeyPatch.context() as patch:
             done = fail_at(patch, step)
             try:
-                installer.apply(package, series(), feature, link=link)
+                act(package, feature, link)
                 break
             except Broken:
                 pass
         assert snapshot(package) == before, f"step {step}: {done[-1]}"
-    assert step > 15 and installer.status(package)[0] == 0
+    assert step > 10
+    assert installer.status(package)[0] == (1 if act is do_revert else 0)
 
 
-def test_a_killed_run_is_taken_back(package, feature, monkeypatch):
+@pytest.mark.parametrize("act", [do_apply, do_upgrade, do_revert])
+def test_a_killed_run_is_taken_back(package, feature, act):
     """As SIGKILL leaves it: nothing rolls back at the time."""
     before = snapshot(package)
     for step in range(1, 200):
+        if act is not do_apply:
+            do_apply(package, feature, False)
         with pytest.MonkeyPatch.context() as patch:
             fail_at(patch, step)
-            patch.setattr(installer, "restore", lambda *_: None)
+            patch.setattr(installer, "transaction", lambda *_: nullcontext())
             try:
-                installer.apply(package, series(), feature)
+                act(package, feature, False)
                 break
             except Broken:
                 pass
         manifest = installer.read_manifest(package)
-        assert manifest is None or manifest.state == "applying"
-        if manifest is not None:
+        if manifest is not None and manifest.state != "applied":
             assert installer.status(package)[0] == 2
         installer.revert(package)
+        for left in package.rglob(".*.kv_checksum_tmp"):
+            left.unlink()
         assert snapshot(package) == before, step
-    assert step > 15
+    assert step > 10
+
+
+def test_files_that_are_gone_or_back_are_said_and_put_in_again(package, feature):
+    installer.apply(package, series(), feature)
+    applied = snapshot(package)
+    shutil.rmtree(package / installer.FEATURE)
+    (package / "config/other.py").write_text(FILES["config/other.py"])
+    code, text = installer.status(package)
+    assert code == 2 and "config/other.py" in text and "part.py" in text
+    installer.apply(package, series(), feature)
+    assert {
+        k: v[0] for k, v in snapshot(package).items() if "manifest.json" not in k
+    } == {k: v[0] for k, v in applied.items() if "manifest.json" not in k}
+    (package / installer.FEATURE / "part.py").write_text("mine\n")
+    assert installer.status(package)[0] == 2
+    with pytest.raises(installer.InstallError, match="part.py"):
+        installer.revert(package)
+
+
+def test_a_replaced_vllm_keeps_its_own_files(package, feature):
+    installer.apply(package, series(), feature)
+    set_version(package, "0.34.0")
+    (package / "config/other.py").write_text("of 0.34.0\n")
+    with pytest.raises(installer.InstallError):
+        installer.revert(package)
+    installer.revert(package, force=True)
+    assert (package / "config/other.py").read_text() == "of 0.34.0\n"
+    assert installer.status(package)[0] == 1
+
+
+def test_a_damaged_manifest_is_one_clear_error(package, feature, capsys):
+    installer.apply(package, series(), feature)
+    (package / installer.MANIFEST_DIR / "manifest.json").write_text("{")
+    package.joinpath("v1/core/sched/scheduler.py").touch()
+    assert cli.main(["status", "--tree", str(package)]) == 2
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_a_changed_tree_is_never_overwritten(package, feature):

@@ -123,3 +123,23 @@ def test_a_scope_must_exist():
 def test_a_result_that_does_not_compile_is_refused():
     with pytest.raises(SyntaxError):
         edit(in_full("before", "return False", "if:"))
+
+
+def test_inner_after_comes_before_outer_before():
+    source = "def f():\n    if a:\n        b()\n    c()\n"
+    module = Module("m.py")
+    with module.function("f") as f:
+        f.before("c()", "outer()")
+        f.after("b()", "inner()")
+    expected = (
+        "def f():\n    if a:\n        b()\n        inner()\n    outer()\n    c()\n"
+    )
+    assert module.apply(source) == expected
+
+
+def test_files_without_imports_async_scopes_and_form_feeds():
+    module = Module("m.py")
+    with module.function("f") as f:
+        f.before("b()", "new()")
+    source = 'x = """\x0c"""\nasync def f():\n    b()'
+    assert module.apply(source) == 'x = """\x0c"""\nasync def f():\n    new()\n    b()'
