@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from . import KNOWN_VERSIONS
@@ -53,7 +53,7 @@ class Manifest:
     series_version: str
     linked: bool
     files: dict[str, FileRecord]
-    feature: dict[str, str]
+    feature: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
