@@ -85,7 +85,9 @@ BAD = {
     "group -1": msgspec.msgpack.encode((1, (16, 1, {-1: (1, 16, 0, b"")}))),
     "nested arrays": b"\x91" * 100_000,
     "nested in the body": b"\x92\x01" + b"\x91" * 100_000,
-    "8 MB": b"\x92\x01\xc6\x00\x80\x00\x00" + bytes(8 * 2**20),
+    "8 MB, well-formed": msgspec.msgpack.encode(
+        (1, (2**24, 1, {0: (1, 16, 0, bytes(8 * 2**20))}))
+    ),
     "promises 4 GB": b"\x92\x01\xdd\xff\xff\xff\xff",
 }
 
