@@ -214,7 +214,6 @@ class KVChecksumWorker:
             fingerprints={i: g.fingerprint for i, g in self.groups.items()},
             num_tokens={req_id: b.num_tokens for req_id, b in work.items()},
             seqs={req_id: b.seq for req_id, b in work.items()},
-            block_sizes={i: g.block_size for i, g in self.groups.items()},
         )
         rows, segments, parts = _build_rows(self.groups, work)
         if not parts:
