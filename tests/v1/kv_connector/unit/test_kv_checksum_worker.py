@@ -354,6 +354,7 @@ def test_loads_are_summed_when_they_finish_and_forgotten_otherwise():
 def test_a_send_is_summed_once_in_its_step():
     w = two_group_worker()
     assert u.send_record(w, BLOCKS).seqs == {"r": 0}
+    assert w.finalize_step(None) is None
     w.bind(None)
     assert w.post_forward(None, set(), set()) is None
 
