@@ -183,6 +183,8 @@ def test_a_killed_run_is_taken_back(package, feature, act):
             except Broken:
                 pass
         manifest = installer.read_manifest(package)
+        if act is do_apply:
+            assert manifest is None or manifest.state == "applying"
         if manifest is not None and manifest.state != "applied":
             assert installer.status(package)[0] == 2
         installer.revert(package)
