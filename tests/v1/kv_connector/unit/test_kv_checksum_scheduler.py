@@ -2,6 +2,7 @@
 """Real schedulers of P and D with real checksum workers, over NIXL pull."""
 
 import logging
+from types import SimpleNamespace
 
 import kv_checksum_instances as rig
 import numpy as np
@@ -263,6 +264,19 @@ def test_skipped_groups(model, sides):
     else:
         assert d.stats[UNVERIFIED] == 1
         assert d.stats["unverified:one_side_only"] == 1
+
+
+def test_a_group_with_a_missing_block_inside_is_left_out_and_said(model, log):
+    _, d = pair(model)
+    kv_checksum = d.scheduler.kv_checksum
+    rows = {"r": ([0, 0, 5, 6],), "hole": ([4, 0, 6, 7],)}
+    kv_checksum.kv_cache_manager = SimpleNamespace(get_block_ids=rows.get)
+    blocks, _ = kv_checksum._blocks("r", 0, 64)
+    assert blocks.groups == {0: (2, [5, 6])} and not any("leave out" in x for x in log)
+    for _ in range(2):
+        blocks, _ = kv_checksum._blocks("hole", 0, 64)
+        assert blocks.groups == {}
+    assert sum("leave out KV cache group 0" in x for x in log) == 1
 
 
 def test_missing_workers(model, log):

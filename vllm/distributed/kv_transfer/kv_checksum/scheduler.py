@@ -125,7 +125,15 @@ class KVChecksumScheduler:
             while start < len(row) and row[start] == _NULL_BLOCK:
                 start += 1
             ids = row[start:]
-            if ids and _NULL_BLOCK not in ids:
+            if _NULL_BLOCK in ids:
+                self._warn_once(
+                    f"null:{group_id}",
+                    "KV checksums leave out KV cache group %d where blocks inside a "
+                    "request are missing (first for request %s)",
+                    group_id,
+                    req_id,
+                )
+            elif ids:
                 groups[group_id] = (start, ids)
                 if start * size < first_token:
                     unaligned.add(group_id)
