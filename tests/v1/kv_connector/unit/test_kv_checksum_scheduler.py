@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def log(monkeypatch):
     """Lines that the scheduler side logs."""
-    from vllm.distributed.kv_transfer.kv_checksum import scheduler
+    from vllm.distributed.kv_transfer.kv_checksum import report, scheduler
 
     lines: list[str] = []
 
@@ -41,9 +41,11 @@ def log(monkeypatch):
             lines.append(f"{record.levelname} {record.getMessage()}")
 
     handler = Keep()
-    scheduler.logger.addHandler(handler)
+    for module in (scheduler, report):
+        module.logger.addHandler(handler)
     yield lines
-    scheduler.logger.removeHandler(handler)
+    for module in (scheduler, report):
+        module.logger.removeHandler(handler)
 
 
 def pair(model, p=None, d=None, **both):
@@ -271,10 +273,10 @@ def test_a_group_with_a_missing_block_inside_is_left_out_and_said(model, log):
     kv_checksum = d.scheduler.kv_checksum
     rows = {"r": ([0, 0, 5, 6],), "hole": ([4, 0, 6, 7],)}
     kv_checksum.kv_cache_manager = SimpleNamespace(get_block_ids=rows.get)
-    blocks, _ = kv_checksum._blocks("r", 0, 64)
+    blocks = kv_checksum._transferred("r", 0, 64).blocks
     assert blocks.groups == {0: (2, [5, 6])} and not any("leave out" in x for x in log)
     for _ in range(2):
-        blocks, _ = kv_checksum._blocks("hole", 0, 64)
+        blocks = kv_checksum._transferred("hole", 0, 64).blocks
         assert blocks.groups == {}
     assert sum("leave out KV cache group 0" in x for x in log) == 1
 

@@ -25,19 +25,22 @@ class SkipGroup(Exception):
 
 @dataclass
 class LayerView:
-    """One layer's cache, read as pieces.
+    """One layer's cache, or a part of it, read as pieces.
 
     Attributes:
         blocks: integer view of shape ``(num_blocks, kernel blocks per block,
-            heads, tokens per kernel block, pieces per token)``; for transposed
-            keys the last two dims are elements of the cache's own width.
+            heads, tokens per kernel block, pieces)``, of any strides; for
+            transposed keys the last two dims are elements of the cache's own
+            width.
         piece_bytes: width of a piece (8, 4 or 2).
-        pieces: pieces per token and head.
+        pieces: pieces per token and head, of the whole layer.
         factors: signed int64 tensor ``(heads,)``: the slices' factors ``m``.
         replica_key: which copy of the layer this rank holds.
         transposed_keys: the first half of a kernel block and head holds its keys
             as ``[head_size, tokens]``, the second half its values token by token
             (vLLM's CPU attention).
+        first_piece: number, within a token, of the first piece that `blocks`
+            holds; a token whose bytes lie apart is read as several views.
     """
 
     name: str
@@ -47,6 +50,7 @@ class LayerView:
     factors: torch.Tensor
     replica_key: ReplicaKey
     transposed_keys: bool = False
+    first_piece: int = 0
 
 
 @dataclass
@@ -311,5 +315,5 @@ def build_group(
 
 def gather_elements(layer: LayerView) -> int:
     """Pieces that summing one block of `layer` touches."""
-    ratio, heads, tokens = layer.blocks.shape[1:4]
-    return math.prod((ratio, heads, tokens, layer.pieces))
+    *shape, last = layer.blocks.shape[1:]
+    return math.prod(shape) * (layer.pieces if layer.transposed_keys else last)

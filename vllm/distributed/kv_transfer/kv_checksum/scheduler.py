@@ -15,10 +15,10 @@ from itertools import count
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.utils.math_utils import cdiv
 from vllm.v1.request import RequestStatus
 
 from . import payload as wire
+from .blocks import TransferredBlocks, transferred_blocks
 from .checksum import (
     MASK64,
     KVChecksumBlocks,
@@ -28,14 +28,13 @@ from .checksum import (
     replica_checks,
 )
 from .payload import GroupChecksums, KVChecksumPayload
+from .report import Reporter
 from .verdict import LoadVerdict, LocalGroup, Unverified, judge
 
 logger = init_logger(__name__)
 
 KV_TRANSFER_PARAMS_KEY = "kv_checksums"
 """Where the payload stands in ``kv_transfer_params``; proxies must forward it."""
-
-_NULL_BLOCK = 0
 
 _SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -100,44 +99,26 @@ class KVChecksumScheduler:
         self._sends: dict[str, _Pending] = {}
         self._recvs: dict[str, _PendingLoad] = {}
         self._stats: Counter[str] = Counter()
-        self._warned: set[str] = set()
+        self._reporter = Reporter()
 
-    # ---- which blocks
-
-    def _blocks(
+    def _transferred(
         self, req_id: str, first_token: int, num_tokens: int
-    ) -> tuple[KVChecksumBlocks, set[int]]:
-        """The transferred blocks of tokens ``[first_token, num_tokens)``.
-
-        Also returns the groups in which `first_token` is inside a block.
-        """
-        rows = self.kv_cache_manager.get_block_ids(req_id)
-        groups: dict[int, tuple[int, list[int]]] = {}
-        unaligned = set()
-        for group_id in self.kv_cache_config.transfer_group_ids:
-            spec = self.kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
-            size = spec.block_size
-            row = rows[group_id][: cdiv(num_tokens, size)]
-            start = first_token // size
-            window = getattr(spec, "sliding_window", None)
-            if window is not None and not hasattr(spec, "attention_chunk_size"):
-                start = max(start, len(row) - cdiv(window, size) - 1)
-            while start < len(row) and row[start] == _NULL_BLOCK:
-                start += 1
-            ids = row[start:]
-            if _NULL_BLOCK in ids:
-                self._warn_once(
-                    f"null:{group_id}",
-                    "KV checksums leave out KV cache group %d where blocks inside a "
-                    "request are missing (first for request %s)",
-                    group_id,
-                    req_id,
-                )
-            elif ids:
-                groups[group_id] = (start, ids)
-                if start * size < first_token:
-                    unaligned.add(group_id)
-        return KVChecksumBlocks(num_tokens, groups), unaligned
+    ) -> TransferredBlocks:
+        found = transferred_blocks(
+            self.kv_cache_config,
+            self.kv_cache_manager.get_block_ids(req_id),
+            first_token,
+            num_tokens,
+        )
+        for group_id in found.left_out:
+            self._reporter.warn_once(
+                f"null:{group_id}",
+                "KV checksums leave out KV cache group %d where blocks inside a "
+                "request are missing (first for request %s)",
+                group_id,
+                req_id,
+            )
+        return found
 
     # ---- schedule()
 
@@ -147,11 +128,11 @@ class KVChecksumScheduler:
         if carrier is None:
             return
         req_id = request.request_id
-        blocks, unaligned = self._blocks(req_id, num_local_tokens, num_tokens)
-        self._scheduled.reqs_to_recv[req_id] = blocks
+        found = self._transferred(req_id, num_local_tokens, num_tokens)
+        self._scheduled.reqs_to_recv[req_id] = found.blocks
         self._recvs[req_id] = _PendingLoad(
-            blocks,
-            unaligned=unaligned,
+            found.blocks,
+            unaligned=found.unaligned,
             params=request.kv_transfer_params or {},
             carrier=carrier.value,
         )
@@ -161,7 +142,7 @@ class KVChecksumScheduler:
         if self.connector.kv_checksum_carrier(request, False) is None:
             return
         req_id = request.request_id
-        blocks, _ = self._blocks(req_id, 0, request.num_prompt_tokens)
+        blocks = self._transferred(req_id, 0, request.num_prompt_tokens).blocks
         blocks.seq = next(self._seqs)
         self._scheduled.reqs_to_send[req_id] = blocks
         self._sends[req_id] = _Pending(blocks)
@@ -227,7 +208,7 @@ class KVChecksumScheduler:
             self._count(verdict, load)
             if verdict.outcome == "verified":
                 continue
-            self._report(req_id, load, verdict)
+            self._reporter.load(req_id, verdict, load.params, self._action())
             if self.fail_closed:
                 bad.add(req_id)
         return bad
@@ -243,7 +224,7 @@ class KVChecksumScheduler:
         try:
             payload = self._payload(request.request_id, send)
         except _NotComparable as error:
-            self._warn_once(
+            self._reporter.warn_once(
                 f"sent:{error.reason.value}",
                 "KV checksums not sent: %s (first for request %s)",
                 error.reason.value,
@@ -369,48 +350,6 @@ class KVChecksumScheduler:
         if not self.fail_closed:
             return "served as loaded"
         return "recomputing from token 0" if self.recompute else "request failed"
-
-    def _report(self, req_id: str, load: _PendingLoad, verdict: LoadVerdict) -> None:
-        if not verdict.mismatched:
-            reason = verdict.reason
-            assert reason is not None
-            logger.debug("KV load of request %s not verified: %s", req_id, reason.value)
-            self._warn_once(
-                f"load:{reason.value}",
-                "KV checksums not verified: %s (first for request %s; %s)",
-                reason.value,
-                req_id,
-                self._action(),
-            )
-            return
-        details = "; ".join(
-            f"group {group_id}: {len(group.positions)} of {group.compared} blocks differ, "
-            + ", ".join(
-                f"position {d.position} sent {d.expected:016x} loaded {d.found:016x}"
-                for d in group.samples
-            )
-            for group_id, group in list(verdict.groups.items())[:4]
-            if group.positions
-        )
-        logger.error(
-            "KV checksum mismatch: request %s, remote engine %s at %s:%s, %s; %s",
-            req_id,
-            _short(load.params.get("remote_engine_id")),
-            _short(load.params.get("remote_host")),
-            _short(load.params.get("remote_port")),
-            details,
-            self._action(),
-        )
-
-    def _warn_once(self, key: str, message: str, *args: object) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            logger.warning(message, *args)
-
-
-def _short(value: object) -> str:
-    """A client's value, bounded for the log."""
-    return str(value)[:64]
 
 
 def create_kv_checksum_scheduler(

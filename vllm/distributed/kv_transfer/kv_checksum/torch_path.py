@@ -42,8 +42,8 @@ def _sum_chunk(
     x = _pieces(layer, ids)
     _, ratio, _, tokens, pieces = x.shape
     token = torch.arange(ratio * tokens, device=x.device).view(1, ratio, 1, tokens, 1)
-    piece = torch.arange(pieces, device=x.device)
-    weights = (first.view(-1, 1, 1, 1, 1) + token) * pieces + piece
+    piece = torch.arange(pieces, device=x.device) + layer.first_piece
+    weights = (first.view(-1, 1, 1, 1, 1) + token) * layer.pieces + piece
     weights.mul_(2).add_(1)
     x ^= (x >> 33).bitwise_and_(_LOW31)
     x *= layer.factors.view(1, 1, -1, 1, 1)
