@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumScheduled,
     torch_path,
 )
+from vllm.distributed.kv_transfer.kv_checksum import worker as worker_module
 from vllm.distributed.kv_transfer.kv_checksum.layout import TokenOrder
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (1, [5, 2, 7])})
@@ -107,9 +108,23 @@ def test_chunked_gathers(monkeypatch):
     spec = u.full_spec()
     caches = layer_caches(spec)
     w = u.worker(u.config(8, (named(caches), spec)), named(caches))
+    w._sum_layer = torch_path.sum_layer
     whole = u.values_of(u.send_record(w, BLOCKS))
     monkeypatch.setattr(torch_path, "_MAX_GATHER_BYTES", 1)
     assert u.values_of(u.send_record(w, BLOCKS)) == whole
+
+
+def test_every_layer_is_warmed_up_with_a_row_that_counts_nothing(monkeypatch):
+    calls = []
+
+    def record(layer, rows, out):
+        calls.append((layer.name, rows.tolist(), out.tolist()))
+
+    monkeypatch.setattr(worker_module, "_sum_function", lambda device: record)
+    spec = u.full_spec()
+    caches = named(layer_caches(spec))
+    u.worker(u.config(8, (caches, spec)), caches)
+    assert calls == [(name, [[0], [0], [0]], [0]) for name in caches]
 
 
 # ---- TP, PP, replicas
@@ -424,6 +439,7 @@ class SyncingTensor(torch.Tensor):
 
 def test_the_engine_step_never_waits_for_the_device():
     w = two_group_worker()
+    w._sum_layer = torch_path.sum_layer  # what a device runs; numba reads host memory
     for group in w.groups.values():
         for layer in group.layers:
             layer.blocks = layer.blocks.as_subclass(SyncingTensor)

@@ -7,7 +7,6 @@ skipped whole, with its reason: never a silently wrong subset.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from .checksum import MASK64, MAX_KV_HEADS_PER_LAYER, ReplicaKey, slice_factor
 
-_PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class SkipGroup(Exception):
@@ -29,16 +28,14 @@ class LayerView:
 
     Attributes:
         blocks: integer view of shape ``(num_blocks, kernel blocks per block,
-            heads, tokens per kernel block, pieces)``, of any strides; for
-            transposed keys the last two dims are elements of the cache's own
-            width.
+            heads, tokens per kernel block, pieces)``, of any strides. Where a
+            piece's bytes lie apart, the last dim counts narrower elements, and
+            consecutive ones make a piece.
         piece_bytes: width of a piece (8, 4 or 2).
         pieces: pieces per token and head, of the whole layer.
-        factors: signed int64 tensor ``(heads,)``: the slices' factors ``m``.
+        factors: signed int64 tensor ``(heads,)``: the factors ``m`` of
+            consecutive slices.
         replica_key: which copy of the layer this rank holds.
-        transposed_keys: the first half of a kernel block and head holds its keys
-            as ``[head_size, tokens]``, the second half its values token by token
-            (vLLM's CPU attention).
         first_piece: number, within a token, of the first piece that `blocks`
             holds; a token whose bytes lie apart is read as several views.
     """
@@ -49,8 +46,12 @@ class LayerView:
     pieces: int
     factors: torch.Tensor
     replica_key: ReplicaKey
-    transposed_keys: bool = False
     first_piece: int = 0
+
+    @property
+    def elements_per_piece(self) -> int:
+        """1 unless a piece's bytes lie apart."""
+        return self.piece_bytes // self.blocks.element_size()
 
 
 @dataclass
@@ -200,7 +201,7 @@ def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tens
     offset = cache.storage_offset() * size
     if any(stride % width for stride in (*strides, offset)):
         raise SkipGroup("the cache's strides are not whole pieces")
-    storage = torch.empty(0, dtype=_PIECE_DTYPES[width], device=cache.device)
+    storage = torch.empty(0, dtype=PIECE_DTYPES[width], device=cache.device)
     storage.set_(
         cache.untyped_storage(),
         offset // width,
@@ -210,7 +211,7 @@ def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tens
     return storage
 
 
-def _layer_view(
+def _layer_views(
     name: str,
     spec: Any,
     cache: torch.Tensor,
@@ -218,20 +219,14 @@ def _layer_view(
     placement: tuple[ReplicaKey, int],
     first_head: int,
     order: TokenOrder,
-) -> LayerView:
+) -> list[LayerView]:
     reason = (order.unreadable or {}).get(name)
     if reason is not None:
         raise SkipGroup(reason)
     check_spec(spec)
     token_bytes = cache.shape[-1] * cache.element_size() if cache.dim() == 4 else 0
     width = piece_width(token_bytes)
-    transposed = name in order.transposed_keys
-    read_width = cache.element_size() if transposed else width
-    blocks = integer_view(cache, num_blocks, read_width)
-    if transposed and (
-        spec.head_size != spec.head_size_v or blocks.stride(3) != blocks.shape[4]
-    ):
-        raise SkipGroup("keys are transposed in blocks that are not dense")
+    blocks = integer_view(cache, num_blocks, width)
     _, ratio, heads, tokens, _ = blocks.shape
     if ratio * tokens != spec.block_size:
         raise SkipGroup(
@@ -247,9 +242,41 @@ def _layer_view(
         dtype=torch.int64,
         device=cache.device,
     )
-    return LayerView(
-        name, blocks, width, token_bytes // width, factors, key, transposed
+    parts = [(blocks, 0)]
+    if name in order.transposed_keys:
+        parts = _transposed_key_parts(cache, num_blocks, spec, blocks)
+    return [
+        LayerView(name, part, width, token_bytes // width, factors, key, first)
+        for part, first in parts
+    ]
+
+
+def _transposed_key_parts(
+    cache: torch.Tensor, num_blocks: int, spec: Any, blocks: torch.Tensor
+) -> list[tuple[torch.Tensor, int]]:
+    """Views of blocks whose keys are transposed, and their first pieces.
+
+    The first half of a kernel block and head holds its keys as
+    ``[head_size, tokens]``, the second half its values token by token (vLLM's
+    CPU attention).
+    """
+    _, ratio, heads, tokens, pieces = blocks.shape
+    size, half = cache.element_size(), pieces // 2
+    if spec.head_size != spec.head_size_v or blocks.stride(3) != pieces:
+        raise SkipGroup("keys are transposed in blocks that are not dense")
+    if pieces % 2:
+        raise SkipGroup("a piece holds both keys and values, which lie apart")
+    elements = integer_view(cache, num_blocks, size)
+    keys = elements.as_strided(
+        (num_blocks, ratio, heads, tokens, elements.shape[4] // 2),
+        (*elements.stride()[:3], 1, tokens),
     )
+    values = blocks.as_strided(
+        (num_blocks, ratio, heads, tokens, half),
+        (*blocks.stride()[:3], half, 1),
+        blocks.storage_offset() + tokens * half,
+    )
+    return [(keys, 0), (values, half)]
 
 
 def _signed(value: int) -> int:
@@ -304,16 +331,10 @@ def build_group(
         next_head[module] = first + global_heads
         if next_head[module] > MAX_KV_HEADS_PER_LAYER:
             raise SkipGroup(f"more than {MAX_KV_HEADS_PER_LAYER} KV heads per layer")
-        layers.append(
-            _layer_view(name, spec, caches[name], num_blocks, placement, first, order)
+        layers += _layer_views(
+            name, spec, caches[name], num_blocks, placement, first, order
         )
         fingerprint += layer_hash(name, spec)
     keys = tuple(sorted({layer.replica_key for layer in layers}))
     block_size = group.kv_cache_spec.block_size
     return GroupView(group_id, block_size, layers, fingerprint & MASK64, keys)
-
-
-def gather_elements(layer: LayerView) -> int:
-    """Pieces that summing one block of `layer` touches."""
-    *shape, last = layer.blocks.shape[1:]
-    return math.prod(shape) * (layer.pieces if layer.transposed_keys else last)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checksum in PyTorch: the reference on the device, and the CPU path.
+"""The checksum in PyTorch: the reference, and what serves where nothing faster does.
 
 int64 arithmetic stands for uint64: products and sums wrap alike, and shifts are
 made logical by masking.
@@ -7,7 +7,7 @@ made logical by masking.
 
 import torch
 
-from .layout import LayerView, gather_elements
+from .layout import PIECE_DTYPES, LayerView
 
 _MAX_GATHER_BYTES = 64 * 2**20
 """Bound on the transient memory of one chunk of `sum_layer`, in bytes."""
@@ -29,7 +29,7 @@ def sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
             first token, number of its tokens that count.
         out: int64 ``(n,)``, added to in place.
     """
-    per_row = gather_elements(layer) * 8 * _ARRAYS_PER_PIECE
+    per_row = layer.blocks[0].numel() * 8 * _ARRAYS_PER_PIECE
     step = max(1, _MAX_GATHER_BYTES // per_row)
     for at in range(0, rows.shape[1], step):
         chunk = slice(at, at + step)
@@ -56,14 +56,8 @@ def _sum_chunk(
 def _pieces(layer: LayerView, ids: torch.Tensor) -> torch.Tensor:
     """int64 pieces ``(n, kernel blocks, heads, tokens, pieces)``, a fresh tensor."""
     raw = layer.blocks[ids]
-    if layer.transposed_keys:
-        n, ratio, heads, tokens, content = raw.shape
-        keys, values = raw.view(n, ratio, heads, 2, -1).unbind(3)
-        keys = keys.view(n, ratio, heads, content // 2, tokens).transpose(-1, -2)
-        values = values.view(n, ratio, heads, tokens, content // 2)
-        raw = torch.cat((keys, values), dim=-1)
-        width = {8: torch.int64, 4: torch.int32, 2: torch.int16}[layer.piece_bytes]
-        raw = raw.view(width)
+    if layer.elements_per_piece > 1:
+        raw = raw.contiguous().view(PIECE_DTYPES[layer.piece_bytes])
     if raw.dtype == torch.int64:
         return raw
     return raw.to(torch.int64).bitwise_and_((1 << 8 * layer.piece_bytes) - 1)

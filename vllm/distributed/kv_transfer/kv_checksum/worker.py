@@ -7,7 +7,7 @@ them first (the pickling thread, or the scheduler in the same process) waits for
 that copy's event.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from .checksum import (
     KVChecksumRecord,
     KVChecksumScheduled,
 )
-from .layout import GroupView, Sharding, SkipGroup, TokenOrder, build_group
+from .layout import GroupView, LayerView, Sharding, SkipGroup, TokenOrder, build_group
 from .torch_path import _MAX_GATHER_BYTES
 
 __all__ = [
@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 logger = init_logger(__name__)
+
+_SumLayer = Callable[[LayerView, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass
@@ -145,6 +147,8 @@ class KVChecksumWorker:
         self._copy_stream = (
             None if self.device.type == "cpu" else torch.cuda.Stream(self.device)
         )
+        self._sum_layer = _sum_function(self.device)
+        self._warm_up()
         self._columns = max(
             (len(g.replica_keys) for g in self.groups.values()), default=1
         )
@@ -154,11 +158,23 @@ class KVChecksumWorker:
             "KV checksums cover KV cache groups %s (%d layers) on PP rank %d, TP rank "
             "%d; skipped: %s",
             sorted(self.groups),
-            sum(len(g.layers) for g in self.groups.values()),
+            len({layer.name for g in self.groups.values() for layer in g.layers}),
             pp_rank,
             tp_rank,
             self.skipped or "none",
         )
+
+    def _warm_up(self) -> None:
+        """Compile what this worker's layers need, so that no step waits for it.
+
+        One row of which nothing counts, for every layer: layers of one shape
+        share a compiled variant.
+        """
+        rows = torch.zeros((3, 1), dtype=torch.int64, device=self.device)
+        out = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        for group in self.groups.values():
+            for layer in group.layers:
+                self._sum_layer(layer, rows, out[:, 0])
 
     def bind(self, scheduled: KVChecksumScheduled | None) -> None:
         """Take over what the scheduler asks of this step. Once per step."""
@@ -227,9 +243,7 @@ class KVChecksumWorker:
         for group, segment in segments:
             for layer in group.layers:
                 column = group.replica_keys.index(layer.replica_key)
-                torch_path.sum_layer(
-                    layer, device_rows[:, segment], sums[segment, column]
-                )
+                self._sum_layer(layer, device_rows[:, segment], sums[segment, column])
         return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
 
     def _copy_to_host(
@@ -247,6 +261,22 @@ class KVChecksumWorker:
             event.record(self._copy_stream)
         sums.record_stream(self._copy_stream)
         return _Pending(record, parts, host, sums, event)
+
+
+def _sum_function(device: torch.device) -> _SumLayer:
+    """What sums layers on `device`; all give the same bits."""
+    if device.type == "cpu":
+        from . import cpu_path
+
+        return cpu_path.sum_layer
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        from . import kernels
+
+        return kernels.sum_layer
+    logger.warning("KV checksums are summed by PyTorch, slowly: Triton is missing")
+    return torch_path.sum_layer
 
 
 def _build_rows(

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kernel for GPUs that are not here and reports on the machine code.
+
+Run as a program, without Triton's interpreter: prints JSON. Triton compiles for
+any target without a device, and its wheel brings NVIDIA's disassembler.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from vllm.distributed.kv_transfer.kv_checksum import kernels
+from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+# [kernel blocks, heads, tokens, 8-byte pieces per token]: bf16 head size 128, MLA.
+SHAPES = {
+    "GQA, 8 heads, 16 tokens": (1, 8, 16, 64),
+    "GQA, 8 heads, 16 tokens, token-major": (1, 8, 16, 64),
+    "GQA, 1 head, 16 tokens": (1, 1, 16, 64),
+    "GQA, 8 heads, 64 tokens": (1, 8, 64, 64),
+    "MLA, 64 tokens": (1, 1, 64, 144),
+}
+WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def layer_of(shape, *, token_major=False, piece_bytes=8, num_blocks=4):
+    ratio, heads, tokens, pieces = shape
+    dims = (num_blocks, ratio, heads, tokens, pieces)
+    blocks = torch.zeros(dims, dtype=WIDTHS[piece_bytes])
+    if token_major:
+        blocks = blocks.transpose(2, 3).contiguous().transpose(2, 3)
+    return LayerView("", blocks, piece_bytes, pieces, torch.zeros(heads).long(), (1, 0))
+
+
+def compiled(layer: LayerView, target: GPUTarget):
+    fn = kernels._layer_checksum_kernel
+    types = {
+        "blocks": f"*i{8 * layer.piece_bytes}",
+        "rows": "*i64",
+        "num_rows": "i32",
+        "factors": "*i64",
+        "out": "*i64",
+        "out_stride": "i32",
+    }
+    signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
+    constants = kernels.kernel_constants(layer)
+    aligned = {(fn.arg_names.index("blocks"),): [["tt.divisibility", 16]]}
+    options = {"num_warps": kernels._NUM_WARPS, "num_stages": kernels._NUM_STAGES}
+    source = ASTSource(fn, signature, constants, aligned)
+    return triton.compile(source, target=target, options=options)
+
+
+def instructions(cubin: bytes) -> tuple[list[str], list[list[str]]]:
+    """All instructions, and those of every loop."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            lines.append(found[1])
+    loops = []
+    for at, line in enumerate(lines):
+        jump = re.search(r"BRA.*\((\.L_x_\d+)\)", line)
+        if jump and labels.get(jump[1], len(lines)) < at:
+            loops.append(lines[labels[jump[1]] : at + 1])
+    return lines, loops
+
+
+def nvidia_report(layer: LayerView, target: GPUTarget) -> dict[str, float]:
+    """Counts per 8-byte piece of the loop over tiles; where the compiler unrolled
+    it whole, of the whole program, which is more."""
+    lines, loops = instructions(compiled(layer, target).asm["cubin"])
+    loads = "LDG.E.128"
+    bodies = [body for body in loops if any(loads in line for line in body)]
+    body = min(bodies, key=len) if bodies else lines
+    wide = sum(loads in line for line in body)
+    return {
+        "spills": sum(bool(re.search(r"\b(STL|LDL)\b", line)) for line in lines),
+        "wide_loads": wide,
+        "narrow_loads": sum("LDG" in line and loads not in line for line in body),
+        "unrolled": not bodies,
+        "per_piece": len(body) / max(1, 2 * wide),
+    }
+
+
+def amd_report(layer: LayerView, target: GPUTarget) -> dict[str, float]:
+    text = compiled(layer, target).asm["amdgcn"]
+    return {
+        "spills": sum(map(int, re.findall(r"[vs]gpr_spill_count: +(\d+)", text))),
+        "wide_loads": text.count("load_dwordx4"),
+    }
+
+
+def variants() -> dict[str, int]:
+    """Compiled variants that launches over many layers and rows need."""
+    backend = make_backend(TARGETS["sm_90"])
+    fn = kernels._layer_checksum_kernel
+    binder = create_function_from_signature(fn.signature, fn.params, backend)
+    keys: set[str] = set()
+
+    def launch(*args, **kwargs):
+        _, specialization, options = binder(*args, **kwargs)
+        keys.add(f"{specialization} {options}")
+
+    def many(shapes: list[LayerView]) -> int:
+        keys.clear()
+        for number, layer in enumerate(shapes):
+            layer.factors += number
+            for rows in (1, 2, 7, 16, 33):
+                table = torch.zeros((3, rows + number), dtype=torch.int64)
+                out = torch.zeros((rows, 1 + number % 3), dtype=torch.int64)
+                kernels.sum_layer(layer, table[:, number:], out[:, number % 3])
+        return len(keys)
+
+    kernels._layer_checksum_kernel = type(
+        "Recorder", (), {"__getitem__": lambda self, grid: launch}
+    )()
+    one = (1, 8, 16, 64)
+    result = {
+        "one shape": many([layer_of(one) for _ in range(6)]),
+        "two shapes": many([layer_of(one), layer_of((1, 1, 64, 144))]),
+    }
+    kernels._layer_checksum_kernel = fn
+    return result
+
+
+def reports() -> Iterator[SimpleNamespace]:
+    for name, shape in SHAPES.items():
+        layer = layer_of(shape, token_major="token-major" in name)
+        for target_name, target in TARGETS.items():
+            make = nvidia_report if target.backend == "cuda" else amd_report
+            found = make(layer, target)
+            yield SimpleNamespace(shape=name, target=target_name, **found)
+
+
+if __name__ == "__main__":
+    narrow = [
+        amd_report(layer_of((1, 2, 16, 33), piece_bytes=width), TARGETS["gfx942"])
+        | nvidia_report(layer_of((1, 2, 16, 33), piece_bytes=width), TARGETS["sm_90"])
+        for width in (4, 2)
+    ]
+    print(
+        json.dumps(
+            {
+                "kernels": [vars(r) for r in reports()],
+                "narrow": narrow,
+                "variants": variants(),
+            }
+        )
+    )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checksum on the CPU: one pass over the cache, compiled by numba.
+
+Bit-identical to `torch_path`, which gathers whole arrays and is many times
+slower. Weights are an arithmetic series along the tokens and pieces of a slice,
+and along consecutive slices, so every loop here is a run of pieces under
+``weight + step * i``: nothing is carried from piece to piece, and the compiler
+makes SIMD of it.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from .checksum import GOLDEN_FACTOR, MASK64
+from .layout import LayerView
+
+_ONE, _TWO, _32, _33 = (np.uint64(n) for n in (1, 2, 32, 33))
+_NEXT_FACTOR = np.uint64(2 * GOLDEN_FACTOR & MASK64)
+
+_UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16}
+
+
+def _jit(function: Any) -> Any:
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder to cache in
+        return numba.njit(nogil=True)(function)
+
+
+@_jit
+def _term(x, weight):
+    y = (x ^ (x >> _33)) * weight
+    return y ^ (y >> _32)
+
+
+@_jit
+def _run(pieces, weight, step):
+    total = np.uint64(0)
+    for i in range(pieces.size):
+        total += _term(np.uint64(pieces[i]), weight + step * np.uint64(i))
+    return total
+
+
+@_jit
+def _run_of_2(a, b, bits, weight, step):
+    """As `_run`; piece `i` is made of element `i` of `a` and of `b`."""
+    total = np.uint64(0)
+    for i in range(a.size):
+        x = np.uint64(a[i]) | np.uint64(b[i]) << bits
+        total += _term(x, weight + step * np.uint64(i))
+    return total
+
+
+@_jit
+def _run_of_4(a, b, c, d, bits, weight, step):
+    total = np.uint64(0)
+    for i in range(a.size):
+        low = np.uint64(a[i]) | np.uint64(b[i]) << bits
+        high = np.uint64(c[i]) | np.uint64(d[i]) << bits
+        x = low | high << (_TWO * bits)
+        total += _term(x, weight + step * np.uint64(i))
+    return total
+
+
+@_jit
+def _kernel_block(flat, at, number, shape, strides, factors, first, per_token):
+    """Sum of the first `number` tokens of a kernel block at index `at`."""
+    _, _, heads, _, width = shape
+    _, _, head_stride, token_stride, piece_stride = strides
+    total = np.uint64(0)
+    if head_stride == 1 and piece_stride != 1:
+        for token in range(number):
+            for piece in range(width):
+                begin = at + token * token_stride + piece * piece_stride
+                odd = _TWO * (first + np.uint64(token * per_token + piece)) + _ONE
+                run = flat[begin : begin + heads]
+                total += _run(run, factors[0] * odd, _NEXT_FACTOR * odd)
+        return total
+    # Tokens whose pieces follow one another are one run.
+    dense = token_stride == width * piece_stride and width == per_token
+    runs, length = (1, number * width) if dense else (number, width)
+    by_token = head_stride < token_stride
+    for i in range(runs * heads):
+        # In the order of memory.
+        if by_token:
+            token, head = i // heads, i % heads
+        else:
+            head, token = i // runs, i % runs
+        begin = at + head * head_stride + token * token_stride
+        j = first + np.uint64(token * per_token)
+        step = _TWO * factors[head]
+        weight = factors[head] * (_TWO * j + _ONE)
+        if piece_stride == 1:
+            total += _run(flat[begin : begin + length], weight, step)
+        else:
+            end = begin + length * piece_stride
+            total += _run(flat[begin:end:piece_stride], weight, step)
+    return total
+
+
+@_jit
+def _kernel_block_of_elements(
+    flat, at, number, shape, strides, factors, first, per_token, parts, bits
+):
+    """As `_kernel_block` for pieces of 2 or 4 elements, tokens side by side."""
+    _, _, heads, _, width = shape
+    _, _, head_stride, _, stride = strides
+    total = np.uint64(0)
+    for head in range(heads):
+        step = factors[head] * np.uint64(2 * per_token)
+        for piece in range(width // parts):
+            weight = factors[head] * (_TWO * (first + np.uint64(piece)) + _ONE)
+            begin = at + head * head_stride + piece * parts * stride
+            a = flat[begin : begin + number]
+            b = flat[begin + stride : begin + stride + number]
+            if parts == 2:
+                total += _run_of_2(a, b, bits, weight, step)
+            else:
+                begin += 2 * stride
+                c = flat[begin : begin + number]
+                d = flat[begin + stride : begin + stride + number]
+                total += _run_of_4(a, b, c, d, bits, weight, step)
+    return total
+
+
+@_jit
+def _sum_rows(
+    flat, offset, shape, strides, rows, factors, per_token, skip, parts, bits, out
+):
+    """Add each row's sum to `out` (uint64).
+
+    Args:
+        flat: the storage, as unsigned pieces or elements.
+        offset, shape, strides: the layer's `blocks` in it.
+        rows: int64 ``(3, n)`` as in `sum_layer`.
+        factors: uint64 ``(heads,)``.
+        per_token, skip, parts: the layer's `pieces`, `first_piece` and
+            `elements_per_piece`.
+        bits: width of an element, uint64.
+    """
+    _, ratio, _, tokens, _ = shape
+    for row in range(rows.shape[1]):
+        for part in range(ratio):
+            number = min(tokens, rows[2, row] - part * tokens)
+            if number <= 0:
+                break
+            at = offset + rows[0, row] * strides[0] + part * strides[1]
+            first = np.uint64((rows[1, row] + part * tokens) * per_token + skip)
+            if parts == 1:
+                out[row] += _kernel_block(
+                    flat, at, number, shape, strides, factors, first, per_token
+                )
+            else:
+                out[row] += _kernel_block_of_elements(
+                    flat,
+                    at,
+                    number,
+                    shape,
+                    strides,
+                    factors,
+                    first,
+                    per_token,
+                    parts,
+                    bits,
+                )
+
+
+def sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Add one layer's block sums to `out`; arguments as `torch_path.sum_layer`."""
+    blocks = layer.blocks
+    size = blocks.element_size()
+    flat = torch.empty(0, dtype=blocks.dtype)
+    flat.set_(blocks.untyped_storage())
+    _sum_rows(
+        flat.numpy().view(_UNSIGNED[size]),
+        blocks.storage_offset(),
+        tuple(blocks.shape),
+        blocks.stride(),
+        rows.numpy(),
+        layer.factors.numpy().view(np.uint64),
+        layer.pieces,
+        layer.first_piece,
+        layer.elements_per_piece,
+        np.uint64(8 * size),
+        out.numpy().view(np.uint64),
+    )

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checksum in Triton: one pass over the cache, no host sync, any layout.
+
+For every row (one block of a request) and every slice (layer and KV head) of it,
+the sum mod 2**64 over the pieces ``x`` with number ``j`` in the request of::
+
+    y = (x ^ (x >> 33)) * m * (2*j + 1);   term = y ^ (y >> 32)
+
+(`checksum` gives the reasons). A masked piece reads as 0, whose term is 0, so
+token slots past the valid ones need no other care. Additions are exact mod
+2**64, so their order does not matter and the sums are bit-identical to
+`torch_path`'s.
+"""
+
+from typing import Any
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from .checksum import GOLDEN_FACTOR, MASK64
+from .layout import LayerView
+
+_TILE = 256
+"""Most pieces that a program reads at once: 8 per lane of its one warp."""
+
+_TILES_PER_PROGRAM = 16
+"""Tiles that a program sums: 4K pieces, or 32 KiB where they are 8 bytes wide."""
+
+_NUM_WARPS = 1
+_NUM_STAGES = 1
+
+
+@triton.jit
+def _terms(raw, weights, PIECE_BITS: tl.constexpr):
+    """Terms of signed pieces of PIECE_BITS; narrow ones are zero-extended."""
+    if PIECE_BITS == 64:
+        x = raw.to(tl.uint64, bitcast=True)
+        x ^= x >> 33
+    elif PIECE_BITS == 32:
+        x = raw.to(tl.uint32, bitcast=True).to(tl.uint64)
+    else:
+        x = raw.to(tl.uint16, bitcast=True).to(tl.uint64)
+    y = x * weights
+    return y ^ (y >> 32)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "num_rows", "out", "out_stride", "factors"],
+)
+def _layer_checksum_kernel(
+    blocks,  # integer pieces, at block 0
+    rows,  # int64 (3, num_rows): block id, first token, valid tokens
+    num_rows,
+    factors,  # int64 (HEADS,): factors of consecutive slices
+    out,  # int64: sums, added to
+    out_stride,
+    # The layer's shape: kernel blocks per block, heads, tokens per kernel block,
+    # pieces per token here and in the whole layer, number of the first one here.
+    RATIO: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PIECES: tl.constexpr,
+    ALL_PIECES: tl.constexpr,
+    FIRST_PIECE: tl.constexpr,
+    # Strides in pieces.
+    STRIDE_B: tl.constexpr,
+    STRIDE_R: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    STRIDE_P: tl.constexpr,
+    PIECE_BITS: tl.constexpr,
+    NEXT_FACTOR: tl.constexpr,  # what the next slice's factor adds, mod 2**64
+    SPAN: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    SPANS_PER_PROGRAM: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
+):
+    """Add a share of one row's sum to ``out[row * out_stride]``.
+
+    A slice's pieces in one kernel block are cut into spans; a tile is one span
+    of TILE_HEADS slices. A program walks over SPANS_PER_PROGRAM spans and
+    HEADS_PER_PROGRAM slices, one of which is a single tile. From tile to tile the
+    weights follow by one addition.
+    """
+    SPANS: tl.constexpr = (TOKENS * PIECES + SPAN - 1) // SPAN
+    SPAN_SHARES: tl.constexpr = (SPANS + SPANS_PER_PROGRAM - 1) // SPANS_PER_PROGRAM
+    HEAD_SHARES: tl.constexpr = (HEADS + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
+    DENSE: tl.constexpr = STRIDE_T == PIECES * STRIDE_P
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    first_head = (share % HEAD_SHARES) * HEADS_PER_PROGRAM
+    last_head = tl.minimum(first_head + HEADS_PER_PROGRAM, HEADS)
+    share = share // HEAD_SHARES
+    kernel_block = share // SPAN_SHARES
+    first_span = (share % SPAN_SHARES) * SPANS_PER_PROGRAM
+    last_span = tl.minimum(first_span + SPANS_PER_PROGRAM, SPANS)
+
+    block = tl.load(rows + row)
+    first = tl.load(rows + num_rows + row) + kernel_block * TOKENS
+    valid = tl.load(rows + 2 * num_rows + row).to(tl.int32) - kernel_block * TOKENS
+    factor = tl.load(factors + first_head).to(tl.uint64, bitcast=True)
+    base = blocks + block * STRIDE_B + kernel_block.to(tl.int64) * STRIDE_R
+    base += first_head.to(tl.int64) * STRIDE_H
+
+    lane = tl.arange(0, SPAN * TILE_HEADS)
+    if TILE_HEADS == 1:
+        piece = lane
+    else:
+        # Neighbouring lanes read neighbouring memory.
+        if STRIDE_H == 1:
+            head = lane % TILE_HEADS
+            piece = lane // TILE_HEADS
+        else:
+            head = lane // SPAN
+            piece = lane % SPAN
+        factor += head.to(tl.uint64) * NEXT_FACTOR
+        base += head.to(tl.int64) * STRIDE_H
+    piece += first_span * SPAN
+    num_kept = tl.minimum(valid, TOKENS) * PIECES
+    if PIECES == ALL_PIECES:
+        j = first.to(tl.uint64) * ALL_PIECES + piece.to(tl.uint64)
+    else:
+        j = (first + piece // PIECES).to(tl.uint64) * ALL_PIECES
+        j += (piece % PIECES + FIRST_PIECE).to(tl.uint64)
+    odd = 2 * j + 1
+    weights = factor * odd
+    if DENSE:
+        pointers = base + piece * STRIDE_P
+    else:
+        pointers = base + (piece // PIECES) * STRIDE_T + (piece % PIECES) * STRIDE_P
+    total = tl.zeros((SPAN * TILE_HEADS,), tl.uint64)
+    if HEADS_PER_PROGRAM > TILE_HEADS:
+        step = odd * NEXT_FACTOR * TILE_HEADS
+        kept = piece < num_kept
+        for at_head in range(first_head, last_head, TILE_HEADS):
+            mask = kept
+            if HEADS_PER_PROGRAM % TILE_HEADS != 0 or HEADS % TILE_HEADS != 0:
+                mask = kept & (at_head + head < last_head)
+            raw = tl.load(pointers, mask=mask, other=0)
+            total += _terms(raw, weights, PIECE_BITS)
+            weights += step
+            pointers += TILE_HEADS * STRIDE_H
+    else:
+        if HEADS % TILE_HEADS != 0:
+            num_kept = tl.where(first_head + head < last_head, num_kept, 0)
+        step = factor * (2 * SPAN)
+        for _ in range(first_span, last_span):
+            raw = tl.load(pointers, mask=piece < num_kept, other=0)
+            total += _terms(raw, weights, PIECE_BITS)
+            weights += step
+            pointers += SPAN * STRIDE_P
+            num_kept -= SPAN
+    sums = tl.sum(total, axis=0).to(tl.int64, bitcast=True)
+    tl.atomic_add(out + row * out_stride, sums, sem="relaxed")
+
+
+def _span(pieces: int) -> int:
+    """The largest span of which at most an eighth is wasted, or a small one."""
+    span = min(_TILE, triton.next_power_of_2(pieces))
+    while span > 64 and (-pieces % span) * 8 > pieces + -pieces % span:
+        span //= 2
+    return span
+
+
+def kernel_constants(layer: LayerView) -> dict[str, Any]:
+    """The compile-time arguments of the kernel for `layer`."""
+    _, ratio, heads, tokens, pieces = layer.blocks.shape
+    block, part, head, token, piece = layer.blocks.stride()
+    if part == tokens * token:
+        # Kernel blocks follow one another like tokens.
+        ratio, tokens = 1, ratio * tokens
+    span = _span(tokens * pieces)
+    spans = triton.cdiv(tokens * pieces, span)
+    tile_heads = min(_TILE // span, triton.next_power_of_2(heads))
+    # A program walks along the heads, or along the slice if that has more tiles:
+    # weights and pointers step evenly there if it is dense and read whole.
+    heads_per = min(heads, tile_heads * _TILES_PER_PROGRAM)
+    spans_per = 1
+    even = pieces == layer.pieces and token == pieces * piece
+    if even and spans > triton.cdiv(heads, tile_heads):
+        heads_per, spans_per = tile_heads, min(spans, _TILES_PER_PROGRAM)
+    return {
+        "RATIO": ratio,
+        "HEADS": heads,
+        "TOKENS": tokens,
+        "PIECES": pieces,
+        "ALL_PIECES": layer.pieces,
+        "FIRST_PIECE": layer.first_piece,
+        "STRIDE_B": block,
+        "STRIDE_R": part,
+        "STRIDE_H": head,
+        "STRIDE_T": token,
+        "STRIDE_P": piece,
+        "PIECE_BITS": 8 * layer.piece_bytes,
+        "NEXT_FACTOR": 2 * GOLDEN_FACTOR & MASK64,
+        "SPAN": span,
+        "TILE_HEADS": tile_heads,
+        "SPANS_PER_PROGRAM": spans_per,
+        "HEADS_PER_PROGRAM": heads_per,
+    }
+
+
+def sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Add one layer's block sums to `out`; arguments as `torch_path.sum_layer`.
+
+    `layer.factors` must belong to consecutive slices.
+    """
+    c = kernel_constants(layer)
+    spans = triton.cdiv(c["TOKENS"] * c["PIECES"], c["SPAN"])
+    shares = c["RATIO"] * triton.cdiv(spans, c["SPANS_PER_PROGRAM"])
+    shares *= triton.cdiv(c["HEADS"], c["HEADS_PER_PROGRAM"])
+    _layer_checksum_kernel[(rows.shape[1], shares)](
+        layer.blocks,
+        rows,
+        rows.stride(0),
+        layer.factors,
+        out,
+        out.stride(0),
+        **c,
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
+    )
