@@ -6,6 +6,7 @@ one statement.
 """
 
 import ast
+import itertools
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class _Insert:
 
 @dataclass(frozen=True)
 class Edit:
-    """One insertion. `where` is "before", "after" or "prepend" (no anchor)."""
+    """One insertion. `where` is "before", "after", "prepend" (no anchor) or "keyword"."""
 
     scope: str
     where: str
@@ -77,6 +78,13 @@ class Scope:
         """Insert `code` first, behind the scope's own docstring."""
         self.edits.append(Edit(self.name, "prepend", code))
 
+    def keyword(self, function: str, code: str) -> None:
+        """Insert `code`, a keyword argument, last into the one call of `function`.
+
+        The call must spread over lines and end with a keyword argument and a comma.
+        """
+        self.edits.append(Edit(self.name, "keyword", code, function))
+
 
 class Module:
     """The edits of one file; `path` is relative to the ``vllm`` package."""
@@ -87,8 +95,12 @@ class Module:
         self.edits: list[Edit] = []
 
     def imports(self, code: str) -> None:
-        """Insert import lines behind the module's last top-level import."""
+        """Insert import lines behind the imports at the module's head."""
         self.import_lines.append(code)
+
+    def define(self, code: str) -> None:
+        """Insert a top-level definition at the same place."""
+        self.import_lines.append(f"\n\n\n{textwrap.dedent(code).strip()}")
 
     @contextmanager
     def function(self, name: str) -> Iterator[Scope]:
@@ -108,22 +120,20 @@ class Module:
         """
         tree = ast.parse(source)
         inserts = [self._place(tree, edit) for edit in self.edits]
-        at = max(
-            (
-                n.end_lineno or 0
-                for n in tree.body
-                if isinstance(n, ast.Import | ast.ImportFrom) or _is_docstring(n)
-            ),
-            default=0,
-        )
+        at = 0
+        for n in itertools.takewhile(
+            lambda n: not isinstance(n, _ScopeNode), tree.body
+        ):
+            if isinstance(n, ast.Import | ast.ImportFrom) or _is_docstring(n):
+                at = n.end_lineno or at
         inserts += [_Insert(at, 0, False, code) for code in self.import_lines]
         # Not splitlines(): Python's line numbers count "\n" alone.
         lines = [line + "\n" for line in source.split("\n")]
         lines[-1] = lines[-1].removesuffix("\n")
         # From the end, so that earlier line numbers stay right.
         for insert in reversed(sorted(inserts, key=_Insert.order)):
-            text = textwrap.dedent(insert.code).strip("\n")
-            new = textwrap.indent(text, " " * insert.indent) + "\n"
+            text = textwrap.dedent(insert.code).rstrip("\n")
+            new = textwrap.indent(text.removeprefix("\n"), " " * insert.indent) + "\n"
             if insert.code.endswith("\n\n"):
                 new += "\n"
             lines[insert.line : insert.line] = [new]
@@ -136,17 +146,22 @@ class Module:
         if edit.where == "prepend":
             first = scope.body[1 if ast.get_docstring(scope) is not None else 0]
             return _Insert(_first_line(first) - 1, first.col_offset, True, edit.code)
+        if edit.where == "keyword":
+            calls = [
+                node
+                for node in ast.walk(scope)
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == edit.anchor
+            ]
+            self._check_matches(edit, len(calls), "calls")
+            indent = calls[0].keywords[-1].col_offset
+            line = (calls[0].end_lineno or 1) - 1
+            return _Insert(line, indent, True, edit.code.strip() + ",")
         matches = [
             (body, i)
             for body, i in _statements(scope)
             if _matches(edit.anchor, body[i])
         ]
-        if len(matches) != 1:
-            raise AnchorError(
-                f"{self.path}: in {edit.scope}, the anchor {str(edit.anchor)!r} matches "
-                f"{len(matches)} statements, not one; the series is known to fit vLLM "
-                f"{', '.join(KNOWN_VERSIONS)}"
-            )
+        self._check_matches(edit, len(matches), "statements")
         body, i = matches[0]
         statement = body[i]
         if edit.where == "before":
@@ -157,6 +172,14 @@ class Module:
             end = body[i + 1]
         line = end.end_lineno or end.lineno
         return _Insert(line, statement.col_offset, False, edit.code)
+
+    def _check_matches(self, edit: Edit, found: int, kind: str) -> None:
+        if found != 1:
+            raise AnchorError(
+                f"{self.path}: in {edit.scope}, the anchor {str(edit.anchor)!r} matches "
+                f"{found} {kind}, not one; the series is known to fit vLLM "
+                f"{', '.join(KNOWN_VERSIONS)}"
+            )
 
     def _scope(self, tree: ast.Module, name: str) -> "_ScopeNode":
         node: ast.AST = tree

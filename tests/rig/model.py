@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,22 @@ def tiny_qwen3(
     """Return the folder of a tiny Qwen3 in this dtype, writing it first if it is not there."""
     recipe = _qwen3_recipe(heads, kv_heads)
     shape = "" if (heads, kv_heads) == (4, 2) else f"-{heads}x{kv_heads}"
-    folder = cache / "models" / f"tiny-qwen3{shape}-{dtype}"
+    name = f"tiny-qwen3{shape}-{dtype}"
+    return write_once(name, recipe, lambda f: _write_qwen3(f, dtype, recipe), cache)
+
+
+def write_once(
+    name: str, recipe: dict[str, Any], write: Callable[[Path], None], cache: Path
+) -> Path:
+    """Return the model folder of this name, with what ``write`` puts into it and a tokenizer."""
+    folder = cache / "models" / name
     note = folder / "recipe.json"
     if note.exists() and json.loads(note.read_text()) == recipe:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        _write_qwen3(scratch, dtype, recipe)
+        write(scratch)
         _write_tokenizer(scratch)
         (scratch / note.name).write_text(json.dumps(recipe, indent=1) + "\n")
         scratch.chmod(0o755)

@@ -22,7 +22,7 @@ class Box:
         # why
         if self.size > 1:
             self.size = call(
-                1,
+                k=1,
             )  # trailing
         for x in argv:
             print(x)
@@ -31,6 +31,9 @@ class Box:
     def twice(self):
         a = 1
         a = 1
+
+
+import late
 '''
 
 
@@ -46,6 +49,20 @@ def in_full(kind, *args, **kwargs):
             getattr(f, kind)(*args, **kwargs)
 
     return make
+
+
+def test_a_keyword_argument_joins_the_one_call():
+    got = edit(in_full("keyword", "call", "b=2"))
+    assert (
+        "                k=1,\n                b=2,\n            )  # trailing" in got
+    )
+    with pytest.raises(AnchorError, match="0 calls"):
+        edit(in_full("keyword", "nobody", "b=2"))
+
+
+def test_definitions_stand_behind_the_head_s_imports():
+    got = edit(lambda m: m.define("class New:\n    pass"))
+    assert ")\n\n\nclass New:\n    pass\n\n\nclass Box:" in got
 
 
 @pytest.mark.parametrize(

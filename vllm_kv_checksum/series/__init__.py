@@ -4,7 +4,7 @@ from importlib import import_module
 
 from ..edits import Module
 
-ORDER = ("config", "worker", "scheduler", "nixl_pull", "metrics")
+ORDER = ("config", "worker", "scheduler", "nixl_pull", "mamba", "models", "metrics")
 
 
 def load_series() -> list[Module]:

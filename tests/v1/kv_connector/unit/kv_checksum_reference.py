@@ -9,21 +9,27 @@ HEADS = 2**16
 MASK = 2**64 - 1
 
 
-def pieces_of(cell_bytes: np.ndarray) -> np.ndarray:
+def pieces_of(cell_bytes: np.ndarray, width: int | None = None) -> np.ndarray:
     """uint64 pieces of ``(..., bytes)`` uint8 cells, in the definition's width."""
     content = cell_bytes.shape[-1]
-    width = next(w for w in (8, 4, 2) if content % w == 0)
+    width = width or next(w for w in (8, 4, 2) if content % w == 0)
     return np.ascontiguousarray(cell_bytes).view(f"<u{width}").astype(np.uint64)
 
 
 def slice_sum(
-    cells: np.ndarray, layer: int, head: int, first: int, num_tokens: int
+    cells: np.ndarray,
+    layer: int,
+    head: int,
+    first: int,
+    num_tokens: int,
+    width: int | None = None,
 ) -> int:
     """Sum of one layer and head in one block.
 
-    `cells` is uint8 ``(tokens, bytes)``; `first` the first token's position.
+    `cells` is uint8 ``(tokens, bytes)``; `first` the first token's position;
+    `width` the bytes of a piece where it does not follow from a cell's.
     """
-    x = pieces_of(cells)
+    x = pieces_of(cells, width)
     tokens, pieces = x.shape
     m = GOLDEN * (2 * (layer * HEADS + head) + 1) & MASK
     position = first + np.arange(tokens, dtype=np.uint64)[:, None]
@@ -51,3 +57,19 @@ def block_sum(
 def logical_bytes(cache: torch.Tensor) -> np.ndarray:
     """uint8 ``(B, H, N, bytes)`` of a ``[B, H, N, C]`` cache, any layout."""
     return cache.contiguous().view(torch.uint8).numpy()
+
+
+def state_sum(states: list[np.ndarray], layer: int) -> int:
+    """Checksum of one unsharded layer's states, each ``(rows, elements)``.
+
+    Rows are numbered across the states; a row counts as one token whose pieces are
+    its elements.
+    """
+    total = row = 0
+    for state in states:
+        for elements in state:
+            width = elements.dtype.itemsize
+            cell = np.ascontiguousarray(elements).view(np.uint8)[None]
+            total += slice_sum(cell, layer, row, 0, 1, width)
+            row += 1
+    return total & MASK

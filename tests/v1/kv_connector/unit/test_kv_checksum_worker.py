@@ -252,8 +252,11 @@ def skip_cases():
             {},
         ),
         "indexer": (
-            MLAAttentionSpec(**mla, cache_role=SparseCacheRole.INDEXER),
-            {name: latent},
+            MLAAttentionSpec(
+                **{**mla, "dtype": torch.uint8, "head_size": 16},
+                cache_role=SparseCacheRole.INDEXER,
+            ),
+            {name: latent.view(torch.uint8)},
             {},
         ),
         "too few blocks": (spec, {name: cache[:7]}, {}),
@@ -338,7 +341,9 @@ def test_fingerprints_do_not_depend_on_pp_or_block_size():
 def test_fingerprint_is_the_same_everywhere():
     from vllm.distributed.kv_transfer.kv_checksum.layout import layer_hash
 
-    assert layer_hash("model.layers.0.attn", u.full_spec()) == KNOWN_HASH
+    assert (
+        layer_hash("model.layers.0.attn", u.full_spec(), "torch.bfloat16") == KNOWN_HASH
+    )
 
 
 KNOWN_HASH = 3304210705973287543

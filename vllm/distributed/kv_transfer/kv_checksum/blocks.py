@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checksum import KVChecksumBlocks
+from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+
+from .checksum import STATE_BLOCK_SIZE, KVChecksumBlocks
 
 _NULL_BLOCK = 0
 
@@ -34,7 +37,9 @@ def transferred_blocks(
     """The blocks that hold tokens ``[first_token, num_tokens)``, per transfer group.
 
     Leading null blocks are left out, and sliding-window groups are clipped to
-    the last ``cdiv(window, block_size) + 1`` blocks, as NIXL and Mooncake do.
+    the last ``cdiv(window, block_size) + 1`` blocks, as NIXL and Mooncake do. Of a
+    group that holds states it is the block of the running state, at position 0:
+    connectors transfer it whatever prefix was found locally.
 
     Args:
         kv_cache_config: the KV cache groups.
@@ -42,13 +47,17 @@ def transferred_blocks(
     """
     found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
     for group_id in kv_cache_config.transfer_group_ids:
-        spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
+        spec = group_spec(kv_cache_config, group_id)
+        if isinstance(spec, MambaSpec):
+            state = running_state(rows[group_id], spec.num_speculative_blocks)
+            if state:
+                found.blocks.groups[group_id] = (0, state)
+            continue
         size = spec.block_size
         row = rows[group_id][: -(-num_tokens // size)]
         start = first_token // size
-        window = getattr(spec, "sliding_window", None)
-        if window is not None and not hasattr(spec, "attention_chunk_size"):
-            start = max(start, len(row) - -(-window // size) - 1)
+        if isinstance(spec, SlidingWindowSpec):
+            start = max(start, len(row) - -(-spec.sliding_window // size) - 1)
         while start < len(row) and row[start] == _NULL_BLOCK:
             start += 1
         ids = list(row[start:])
@@ -59,3 +68,31 @@ def transferred_blocks(
             if start * size < first_token:
                 found.unaligned.add(group_id)
     return found
+
+
+def running_state(row: Sequence[int], num_scratch: int) -> list[int]:
+    """The id of the block that holds a request's running state, or nothing.
+
+    Where states of earlier positions were kept, the row is indexed by position and
+    holds nulls; behind the running state lie up to `num_scratch` blocks for
+    speculative tokens. NIXL transfers what this leaves; Mooncake pairs the two
+    sides' blocks from the end, scratch included, so the running states meet.
+    """
+    live = [block for block in row if block != _NULL_BLOCK]
+    return clip_ssm_state_blocks(live, num_scratch)
+
+
+def group_spec(kv_cache_config: Any, group_id: int) -> Any:
+    """A group's spec; of a group of several, the first (all are of one kind)."""
+    spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
+    return getattr(spec, "first_spec", spec)
+
+
+def summed_block_size(kv_cache_config: Any, group_id: int) -> int:
+    """Tokens that one block counts for; a state counts as one, whatever its block.
+
+    So states are compared at any block sizes, and without the rule for the last
+    block's tokens.
+    """
+    spec = group_spec(kv_cache_config, group_id)
+    return STATE_BLOCK_SIZE if isinstance(spec, MambaSpec) else spec.block_size

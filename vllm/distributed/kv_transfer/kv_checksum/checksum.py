@@ -26,6 +26,9 @@ GOLDEN_FACTOR = 0x9E3779B97F4A7C15
 
 MASK64 = 2**64 - 1
 
+STATE_BLOCK_SIZE = 1
+"""A block that holds a state (Mamba) counts as the request's first token alone."""
+
 ReplicaKey = tuple[int, int]
 """(number of TP ranks that hold the same heads, which of them this one is)."""
 
@@ -100,6 +103,8 @@ class KVChecksumRecord:
     Attributes:
         checksums: per request id, per KV cache group id.
         skipped_groups: groups with layers here that are not summed; reason by id.
+        equal_tp_groups: groups whose sums can be compared only with those of an
+            instance of equal TP size.
         fingerprints: per group id, the sum mod 2**64 of the hashes of its layers.
         num_tokens: per request id, the token count that the sums cover.
         seqs: per request id, the number of the send (0 for a load).
@@ -109,6 +114,7 @@ class KVChecksumRecord:
     tp_rank: int
     checksums: dict[str, dict[int, KVChecksumGroup]]
     skipped_groups: dict[int, str] = field(default_factory=dict)
+    equal_tp_groups: frozenset[int] = frozenset()
     fingerprints: dict[int, int] = field(default_factory=dict)
     num_tokens: dict[str, int] = field(default_factory=dict)
     seqs: dict[str, int] = field(default_factory=dict)

@@ -169,6 +169,8 @@ def kernel_constants(layer: LayerView) -> dict[str, Any]:
     if part == tokens * token:
         # Kernel blocks follow one another like tokens.
         ratio, tokens = 1, ratio * tokens
+    if tokens == 1:
+        token = pieces * piece
     span = _span(tokens * pieces)
     spans = triton.cdiv(tokens * pieces, span)
     tile_heads = min(_TILE // span, triton.next_power_of_2(heads))

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From KV cache specs and tensors to slices, replicas and reasons to skip.
+"""From attention layers' specs and tensors to slices and reasons to skip.
 
 A `LayerView` reads a layer's cache in the checksum's order, token by token,
 whatever its memory layout. A group with a layer that cannot be read so is
-skipped whole, with its reason: never a silently wrong subset.
+skipped whole, with its reason: never a silently wrong subset. States are in
+`mamba`, groups in `groups`.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .checksum import MASK64, MAX_KV_HEADS_PER_LAYER, ReplicaKey, slice_factor
+from .checksum import ReplicaKey, slice_factor
 
 PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -55,10 +56,36 @@ class LayerView:
 
 
 @dataclass
+class LayerSlices:
+    """One layer's views and what its group needs to know of them.
+
+    Attributes:
+        views: how its bytes are read.
+        heads: KV heads (for states: rows) of the unsharded layer.
+        identity: what the fingerprint says of it besides its name and spec type.
+        equal_tp: parts of other TP sizes do not add up to the same value.
+        remarks: parts of the layer that are not covered.
+    """
+
+    views: list[LayerView]
+    heads: int
+    identity: str
+    equal_tp: bool = False
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass
 class GroupView:
     """The layers of one KV cache group on this worker.
 
-    `fingerprint` is the sum mod 2**64 of the layers' hashes.
+    Attributes:
+        block_size: tokens per block; 1 where a block holds a state, which counts
+            as one token.
+        layers: their views; a layer may have several.
+        fingerprint: sum mod 2**64 of the layers' hashes.
+        replica_keys: which copies of layers this worker holds.
+        equal_tp: comparable only between instances of equal TP size.
+        remarks: what of the layers is not covered.
     """
 
     group_id: int
@@ -66,6 +93,8 @@ class GroupView:
     layers: list[LayerView]
     fingerprint: int
     replica_keys: tuple[ReplicaKey, ...]
+    equal_tp: bool = False
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,9 +139,9 @@ def module_of(name: str) -> str:
     return ".".join(parts[: at + 1])
 
 
-def layer_hash(name: str, spec: Any) -> int:
+def layer_hash(name: str, spec: Any, identity: str) -> int:
     """A layer's share of the fingerprint; stable across machines and versions."""
-    text = f"{name}|{type(spec).__name__}|{getattr(spec, 'dtype', None)}"
+    text = f"{name}|{type(spec).__name__}|{identity}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -140,8 +169,6 @@ def check_spec(spec: Any) -> None:
         raise SkipGroup(f"compressed cache ({spec.tokens_per_state} tokens per state)")
     if spec.num_head_slots not in (None, spec.num_kv_heads):
         raise SkipGroup("KV heads are packed into head slots")
-    if getattr(spec, "cache_role", None) is interface.SparseCacheRole.INDEXER:
-        raise SkipGroup("a sparse indexer's block holds its values before its scales")
 
 
 def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
@@ -179,6 +206,51 @@ def piece_width(token_bytes: int) -> int:
     raise SkipGroup(f"a token's {token_bytes} bytes are no whole pieces")
 
 
+def read_as(
+    cache: torch.Tensor,
+    width: int,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """View the storage of `cache` as integers of `width` bytes, without a copy.
+
+    Args:
+        offset: where to begin, in bytes behind the cache's first byte.
+        strides: in bytes.
+
+    Raises:
+        SkipGroup: offset or strides are no whole pieces.
+    """
+    start = cache.storage_offset() * cache.element_size() + offset
+    if any(stride % width for stride in (*strides, start)):
+        raise SkipGroup("the cache's strides are not whole pieces")
+    view = torch.empty(0, dtype=PIECE_DTYPES[width], device=cache.device)
+    view.set_(
+        cache.untyped_storage(),
+        start // width,
+        shape,
+        [stride // width for stride in strides],
+    )
+    return view
+
+
+def block_ratio(cache: torch.Tensor, num_blocks: int) -> int:
+    """Kernel blocks per block of a ``[B, H, N, C]`` cache.
+
+    Raises:
+        SkipGroup: it does not hold `num_blocks` blocks of contiguous cells.
+    """
+    if cache.dim() != 4:
+        raise SkipGroup(f"the cache has {cache.dim()} dimensions, not 4")
+    total, content = cache.shape[0], cache.shape[3]
+    if num_blocks <= 0 or total % num_blocks:
+        raise SkipGroup(f"the cache holds {total} blocks, not {num_blocks}")
+    if content > 1 and cache.stride(3) != 1:
+        raise SkipGroup("a token's bytes are not contiguous")
+    return total // num_blocks
+
+
 def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tensor:
     """View a ``[B, H, N, C]`` cache as integers of `width` bytes, without a copy.
 
@@ -187,61 +259,78 @@ def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tens
     Raises:
         SkipGroup: blocks or strides do not fit.
     """
+    ratio = block_ratio(cache, num_blocks)
     size = cache.element_size()
-    if cache.dim() != 4:
-        raise SkipGroup(f"the cache has {cache.dim()} dimensions, not 4")
-    total, heads, tokens, content = cache.shape
-    if num_blocks <= 0 or total % num_blocks:
-        raise SkipGroup(f"the cache holds {total} blocks, not {num_blocks}")
-    if content > 1 and cache.stride(3) != 1:
-        raise SkipGroup("a token's bytes are not contiguous")
-    ratio = total // num_blocks
+    _, heads, tokens, content = cache.shape
     block, head, token, _ = (stride * size for stride in cache.stride())
-    strides = [block * ratio, block, head, token]
-    offset = cache.storage_offset() * size
-    if any(stride % width for stride in (*strides, offset)):
-        raise SkipGroup("the cache's strides are not whole pieces")
-    storage = torch.empty(0, dtype=PIECE_DTYPES[width], device=cache.device)
-    storage.set_(
-        cache.untyped_storage(),
-        offset // width,
-        (num_blocks, ratio, heads, tokens, content * size // width),
-        [*(stride // width for stride in strides), 1],
-    )
-    return storage
+    shape = (num_blocks, ratio, heads, tokens, content * size // width)
+    return read_as(cache, width, 0, shape, (block * ratio, block, head, token, width))
 
 
-def _layer_views(
+def slice_factors(layer: int, heads: Iterable[int], device: Any) -> torch.Tensor:
+    """The factors of a layer's heads, as signed int64 on `device`."""
+    values = [slice_factor(layer, head) for head in heads]
+    signed = [v - 2**64 if v >= 2**63 else v for v in values]
+    return torch.tensor(signed, dtype=torch.int64, device=device)
+
+
+def attention_slices(
     name: str,
     spec: Any,
     cache: torch.Tensor,
     num_blocks: int,
-    placement: tuple[ReplicaKey, int],
+    shard: Sharding,
     first_head: int,
     order: TokenOrder,
-) -> list[LayerView]:
+) -> LayerSlices:
+    """Slices of an attention layer; `first_head` numbers its first global head.
+
+    Raises:
+        SkipGroup: the layer cannot be checksummed.
+    """
+    check_spec(spec)
     reason = (order.unreadable or {}).get(name)
     if reason is not None:
         raise SkipGroup(reason)
-    check_spec(spec)
+    key, head_offset = head_placement(spec, shard)
+    heads = range(
+        first_head + head_offset, first_head + head_offset + spec.num_kv_heads
+    )
+    factors = slice_factors(layer_number(name), heads, cache.device)
+    read = _indexer_views if is_quantized_indexer(spec) else _cell_views
+    views = read(name, spec, cache, num_blocks, factors, key, order)
+    for view in views:
+        _, ratio, cache_heads, tokens, _ = view.blocks.shape
+        if ratio * tokens != spec.block_size:
+            raise SkipGroup(
+                f"{ratio} kernel blocks of {tokens} tokens do not tile a block of "
+                f"{spec.block_size}"
+            )
+        if cache_heads != spec.num_kv_heads:
+            raise SkipGroup(
+                f"the cache holds {cache_heads} heads, not {spec.num_kv_heads}"
+            )
+    return LayerSlices(
+        views,
+        spec.num_kv_heads * (shard.tp_size // key[0]),
+        str(spec.dtype),
+        remarks=_quantization_remarks(spec),
+    )
+
+
+def _cell_views(
+    name: str,
+    spec: Any,
+    cache: torch.Tensor,
+    num_blocks: int,
+    factors: torch.Tensor,
+    key: ReplicaKey,
+    order: TokenOrder,
+) -> list[LayerView]:
+    """A cache whose rows are one token's bytes, or CPU attention's."""
     token_bytes = cache.shape[-1] * cache.element_size() if cache.dim() == 4 else 0
     width = piece_width(token_bytes)
     blocks = integer_view(cache, num_blocks, width)
-    _, ratio, heads, tokens, _ = blocks.shape
-    if ratio * tokens != spec.block_size:
-        raise SkipGroup(
-            f"{ratio} kernel blocks of {tokens} tokens do not tile a block of "
-            f"{spec.block_size}"
-        )
-    if heads != spec.num_kv_heads:
-        raise SkipGroup(f"the cache holds {heads} heads, not {spec.num_kv_heads}")
-    key, head_offset = placement
-    number, head = layer_number(name), first_head + head_offset
-    factors = torch.tensor(
-        [_signed(slice_factor(number, head + h)) for h in range(heads)],
-        dtype=torch.int64,
-        device=cache.device,
-    )
     parts = [(blocks, 0)]
     if name in order.transposed_keys:
         parts = _transposed_key_parts(cache, num_blocks, spec, blocks)
@@ -279,62 +368,69 @@ def _transposed_key_parts(
     return [(keys, 0), (values, half)]
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+INDEXER_VALUE_BYTES, INDEXER_SCALE_BYTES = 128, 4
+"""Per token, in the sparse indexer cache that `_indexer_views` reads."""
 
 
-def _owners(names: list[str], caches: Mapping[str, torch.Tensor]) -> list[str]:
-    """Layer names in (number, name) order, aliases of one cache left out."""
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
-    owners = []
-    for name in sorted(names, key=lambda n: (layer_number(n), n)):
-        cache = caches[name]
-        place = (cache.data_ptr(), tuple(cache.shape), tuple(cache.stride()))
-        if place not in seen:
-            seen.add(place)
-            owners.append(name)
-    return owners
+def is_quantized_indexer(spec: Any) -> bool:
+    """Whether a sparse indexer's blocks hold fp8 values before their scales."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    return (
+        getattr(spec, "cache_role", None) is interface.SparseCacheRole.INDEXER
+        and spec.dtype == torch.uint8
+    )
 
 
-def build_group(
-    group_id: int,
-    group: Any,
-    caches: Mapping[str, torch.Tensor],
+def _indexer_views(
+    name: str,
+    spec: Any,
+    cache: torch.Tensor,
     num_blocks: int,
-    shard: Sharding,
+    factors: torch.Tensor,
+    key: ReplicaKey,
     order: TokenOrder,
-) -> GroupView | None:
-    """The views of one KV cache group; None if none of its layers are here.
+) -> list[LayerView]:
+    """DeepSeek's sparse indexer: a block's fp8 values, then its float32 scales.
+
+    Checked against what vLLM's own Triton writer (`_fp8_quant_and_cache_write` of
+    deepseek_v32) leaves in a block, with float32 and with packed ue8m0 scales. A
+    token is read as its 128 value bytes, then its 4 scale bytes.
 
     Raises:
-        SkipGroup: the group cannot be checksummed.
+        SkipGroup: another format, or blocks that are not dense.
     """
-    names = [n for n in group.layer_names if n in caches]
-    if not names:
-        return None
-    if group.host_resident:
-        raise SkipGroup("the group is host-resident")
-    modules: dict[int, str] = {}
-    next_head: dict[str, int] = {}
-    layers, fingerprint = [], 0
-    for name in _owners(names, caches):
-        spec = layer_spec(group.kv_cache_spec, name)
-        if spec is None:
-            raise SkipGroup(f"layer {name!r} has no KV cache spec")
-        number, module = layer_number(name), module_of(name)
-        if modules.setdefault(number, module) != module:
-            raise SkipGroup(f"layer number {number} stands in two modules")
-        check_spec(spec)
-        placement = head_placement(spec, shard)
-        first = next_head.get(module, 0)
-        global_heads = spec.num_kv_heads * (shard.tp_size // placement[0][0])
-        next_head[module] = first + global_heads
-        if next_head[module] > MAX_KV_HEADS_PER_LAYER:
-            raise SkipGroup(f"more than {MAX_KV_HEADS_PER_LAYER} KV heads per layer")
-        layers += _layer_views(
-            name, spec, caches[name], num_blocks, placement, first, order
+    ratio = block_ratio(cache, num_blocks)
+    cell = INDEXER_VALUE_BYTES + INDEXER_SCALE_BYTES
+    _, heads, tokens, content = cache.shape
+    if heads != 1 or content != cell:
+        raise SkipGroup(f"a sparse indexer cache of {content} bytes per token")
+    block, _, token, _ = cache.stride()
+    if tokens > 1 and token != cell:
+        raise SkipGroup("a sparse indexer cache whose blocks are not dense")
+    width, pieces = INDEXER_SCALE_BYTES, cell // INDEXER_SCALE_BYTES
+    views = []
+    for offset, size in ((0, INDEXER_VALUE_BYTES), (INDEXER_VALUE_BYTES, width)):
+        read = read_as(
+            cache,
+            width,
+            offset * tokens,
+            (num_blocks, ratio, 1, tokens, size // width),
+            (block * ratio, block, block, size, width),
         )
-        fingerprint += layer_hash(name, spec)
-    keys = tuple(sorted({layer.replica_key for layer in layers}))
-    block_size = group.kv_cache_spec.block_size
-    return GroupView(group_id, block_size, layers, fingerprint & MASK64, keys)
+        first = offset // width
+        views.append(
+            LayerView(name, read, width, pieces, factors, key, first_piece=first)
+        )
+    return views
+
+
+def _quantization_remarks(spec: Any) -> tuple[str, ...]:
+    """What stays outside a quantized layer's cells: the scales of whole tensors."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    if spec.kv_quant_mode == KVQuantMode.FP8_PER_TENSOR and "ds_mla" not in (
+        getattr(spec, "cache_dtype_str", None) or ""
+    ):
+        return ("per-tensor KV scales (model weights, outside the cache)",)
+    return ()

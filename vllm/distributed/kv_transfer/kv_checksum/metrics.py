@@ -9,7 +9,7 @@ statistics; this module turns it into counters in the API server.
 from typing import Any
 
 from .payload import KVChecksumCarrier
-from .verdict import Unverified
+from .verdict import LeftOut, Unverified
 
 VERDICTS = ("verified", "mismatch", "unverified")
 
@@ -47,6 +47,11 @@ class KVChecksumProm:
             documentation="KV loads whose checksums could not be compared, by reason.",
             labelnames=[*labelnames, "reason"],
         )
+        left_out = counter_cls(
+            name="vllm:kv_checksum_groups_left_out",
+            documentation="KV cache groups left out of a request's checksums, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
         plain = {
             key: counter_cls(
                 name=f"vllm:kv_checksum_{key}",
@@ -65,6 +70,10 @@ class KVChecksumProm:
             for reason in Unverified:
                 self._counters[index, f"unverified:{reason.value}"] = unverified.labels(
                     *values, reason.value
+                )
+            for why in LeftOut:
+                self._counters[index, f"left_out:{why.value}"] = left_out.labels(
+                    *values, why.value
                 )
             for key, counter in plain.items():
                 self._counters[index, key] = counter.labels(*values)

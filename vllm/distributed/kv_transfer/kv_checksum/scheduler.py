@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from . import payload as wire
-from .blocks import TransferredBlocks, transferred_blocks
+from .blocks import TransferredBlocks, summed_block_size, transferred_blocks
 from .checksum import (
     MASK64,
     KVChecksumBlocks,
@@ -29,7 +29,7 @@ from .checksum import (
 )
 from .payload import GroupChecksums, KVChecksumPayload
 from .report import Reporter
-from .verdict import LoadVerdict, LocalGroup, Unverified, judge
+from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
 
 logger = init_logger(__name__)
 
@@ -111,14 +111,18 @@ class KVChecksumScheduler:
             num_tokens,
         )
         for group_id in found.left_out:
-            self._reporter.warn_once(
-                f"null:{group_id}",
-                "KV checksums leave out KV cache group %d where blocks inside a "
-                "request are missing (first for request %s)",
-                group_id,
-                req_id,
-            )
+            self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
         return found
+
+    def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
+        self._stats[f"left_out:{reason.value}"] += 1
+        self._reporter.warn_once(
+            f"left_out:{reason.value}:{group_id}",
+            "KV checksums leave out KV cache group %d: %s (first for request %s)",
+            group_id,
+            reason.value,
+            req_id,
+        )
 
     # ---- schedule()
 
@@ -247,6 +251,9 @@ class KVChecksumScheduler:
     def _skipped(self, pending: _Pending) -> set[int]:
         return {g for r in pending.records.values() for g in r.skipped_groups}
 
+    def _equal_tp_groups(self, pending: _Pending) -> set[int]:
+        return {g for r in pending.records.values() for g in r.equal_tp_groups}
+
     def _fingerprint(self, pending: _Pending, group_id: int) -> int:
         """Sum over PP stages; the TP ranks of a stage hold the same layers."""
         by_stage = {
@@ -265,7 +272,7 @@ class KVChecksumScheduler:
         return parts
 
     def _block_size(self, group_id: int) -> int:
-        return self.kv_cache_config.kv_cache_groups[group_id].kv_cache_spec.block_size
+        return summed_block_size(self.kv_cache_config, group_id)
 
     def _payload(self, req_id: str, send: _Pending) -> KVChecksumPayload:
         self._check_reports(req_id, send)
@@ -322,6 +329,11 @@ class KVChecksumScheduler:
         except _NotComparable as error:
             return LoadVerdict(unverified=error.reason)
         skipped = self._skipped(load)
+        if payload.tp_size != self.tp_size:
+            for group_id in self._equal_tp_groups(load) - skipped:
+                self._leave_out(req_id, group_id, LeftOut.TP_SIZES)
+                payload.groups.pop(group_id, None)
+                skipped.add(group_id)
         local: dict[int, LocalGroup | Unverified | None] = {
             group_id: self._local_group(req_id, load, group_id)
             for group_id in load.blocks.groups

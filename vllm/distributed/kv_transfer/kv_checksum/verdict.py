@@ -31,6 +31,15 @@ class Unverified(str, Enum):
     NUM_TOKENS = "num_tokens"
 
 
+class LeftOut(str, Enum):
+    """Why a group of one request is not summed or compared (fixed set)."""
+
+    MISSING_BLOCKS = "missing_blocks"
+    """Blocks inside the request are missing (a retained window)."""
+    TP_SIZES = "tp_sizes"
+    """It is not known how TP splits the group, and the TP sizes differ."""
+
+
 @dataclass
 class LocalGroup:
     """A consumer's whole-model sums of one group.

@@ -23,7 +23,8 @@ from .checksum import (
     KVChecksumRecord,
     KVChecksumScheduled,
 )
-from .layout import GroupView, LayerView, Sharding, SkipGroup, TokenOrder, build_group
+from .groups import build_group, describe_group
+from .layout import GroupView, LayerView, Sharding, SkipGroup, TokenOrder
 from .torch_path import _MAX_GATHER_BYTES
 
 __all__ = [
@@ -136,9 +137,6 @@ class KVChecksumWorker:
                 )
             except SkipGroup as reason:
                 self.skipped[group_id] = str(reason)
-                logger.warning(
-                    "KV checksums skip KV cache group %d: %s", group_id, reason
-                )
                 continue
             if view is not None:
                 self.groups[group_id] = view
@@ -154,15 +152,33 @@ class KVChecksumWorker:
         )
         self._sends: dict[str, KVChecksumBlocks] = {}
         self._recvs: dict[str, KVChecksumBlocks] = {}
+        self._equal_tp = frozenset(i for i, g in self.groups.items() if g.equal_tp)
+        self._say_what_is_covered(kv_cache_config, tp_size)
+
+    def _say_what_is_covered(self, kv_cache_config: Any, tp_size: int) -> None:
+        """One line for what is covered, one for what is not (startup)."""
+        here = f"PP rank {self.pp_rank}, TP rank {self.tp_rank}"
+        kinds = {
+            i: describe_group(kv_cache_config.kv_cache_groups[i])
+            for i in kv_cache_config.transfer_group_ids
+        }
+        covered = [f"{i} ({kinds[i]})" for i in sorted(self.groups)]
         logger.info(
-            "KV checksums cover KV cache groups %s (%d layers) on PP rank %d, TP rank "
-            "%d; skipped: %s",
-            sorted(self.groups),
-            len({layer.name for g in self.groups.values() for layer in g.layers}),
-            pp_rank,
-            tp_rank,
-            self.skipped or "none",
+            "KV checksums cover KV cache groups %s on %s",
+            ", ".join(covered) or "none",
+            here,
         )
+        missing = [f"group {i} ({kinds[i]}): {r}" for i, r in self.skipped.items()]
+        for i, group in self.groups.items():
+            missing += [f"of group {i}: {remark}" for remark in group.remarks]
+            if group.equal_tp:
+                missing.append(
+                    f"group {i} if the other side's TP size is not {tp_size}"
+                )
+        if missing:
+            logger.warning(
+                "KV checksums do not cover, on %s: %s", here, "; ".join(missing)
+            )
 
     def _warm_up(self) -> None:
         """Compile what this worker's layers need, so that no step waits for it.
@@ -227,6 +243,7 @@ class KVChecksumWorker:
             self.tp_rank,
             checksums={req_id: {} for req_id in work},
             skipped_groups=self.skipped,
+            equal_tp_groups=self._equal_tp,
             fingerprints={i: g.fingerprint for i, g in self.groups.items()},
             num_tokens={req_id: b.num_tokens for req_id, b in work.items()},
             seqs={req_id: b.seq for req_id, b in work.items()},

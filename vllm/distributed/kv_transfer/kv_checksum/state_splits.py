@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tensor parallelism splits the states of Mamba-like layers.
+
+Each function tells it for the states that the shape function of the same name in
+`MambaStateShapeCalculator` describes, or returns None where TP does not divide
+the sizes. Nothing here depends on the rank.
+"""
+
+from vllm.v1.kv_cache_interface import MambaStateSplit
+
+StateSplits = tuple[MambaStateSplit, ...]
+
+
+def mamba1_state_splits(tp_size: int, intermediate_size: int) -> StateSplits | None:
+    """conv [x], temporal [channels]."""
+    channels = _share(intermediate_size, tp_size)
+    if channels is None:
+        return None
+    return _split(((channels, 1),), channels)
+
+
+def mamba2_state_splits(
+    tp_size: int, intermediate_size: int, n_groups: int, num_heads: int, state_size: int
+) -> StateSplits | None:
+    """conv [x, B, C], temporal [heads]; a single group's B and C are on every rank.
+
+    Args:
+        n_groups: groups of the model, before any are added for TP.
+    """
+    inner, heads = _share(intermediate_size, tp_size), _share(num_heads, tp_size)
+    groups, replicas = _share(n_groups, tp_size), 1
+    if n_groups == 1:
+        groups, replicas = 1, tp_size
+    if inner is None or heads is None or groups is None:
+        return None
+    bc = (groups * state_size, replicas)
+    return _split(((inner, 1), bc, bc), heads)
+
+
+def gated_delta_net_state_splits(
+    tp_size: int, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int
+) -> StateSplits | None:
+    """conv [Q, K, V], temporal [value heads]."""
+    k_heads, v_heads = _share(num_k_heads, tp_size), _share(num_v_heads, tp_size)
+    if k_heads is None or v_heads is None:
+        return None
+    keys, values = (k_heads * head_k_dim, 1), (v_heads * head_v_dim, 1)
+    return _split((keys, keys, values), v_heads)
+
+
+def _share(size: int, tp_size: int) -> int | None:
+    return None if size % tp_size else size // tp_size
+
+
+def _split(conv: tuple[tuple[int, int], ...], temporal: int) -> StateSplits:
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    axis = 0 if is_conv_state_dim_first() else 1
+    return MambaStateSplit(axis, conv), MambaStateSplit(0, ((temporal, 1),))
