@@ -4,7 +4,17 @@ from importlib import import_module
 
 from ..edits import Module
 
-ORDER = ("config", "worker", "scheduler", "nixl_pull", "mamba", "models", "metrics")
+ORDER = (
+    "config",
+    "worker",
+    "scheduler",
+    "base",
+    "nixl_pull",
+    "nixl_push",
+    "mamba",
+    "models",
+    "metrics",
+)
 
 
 def load_series() -> list[Module]:
@@ -13,6 +23,8 @@ def load_series() -> list[Module]:
     for name in ORDER:
         for module in import_module(f"{__name__}.{name}").MODULES:
             target = merged.setdefault(module.path, Module(module.path))
-            target.import_lines += module.import_lines
+            target.import_lines += [
+                line for line in module.import_lines if line not in target.import_lines
+            ]
             target.edits += module.edits
     return list(merged.values())

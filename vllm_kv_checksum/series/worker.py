@@ -73,6 +73,7 @@ with connector.function("ActiveKVConnector.post_forward") as f:
                 output.failed_recving,
                 finished_req_ids,
                 defer_sends=defer_finalize,
+                received=transfer_results.kv_checksums,
             )
             self._deferred_output = output if defer_finalize else None
         """,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real schedulers of P and D with real checksum workers, over NIXL pull."""
 
-import logging
 from types import SimpleNamespace
 
 import kv_checksum_instances as rig
@@ -27,25 +26,6 @@ MODES = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return rig.write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def log(monkeypatch):
-    """Lines that the scheduler side logs."""
-    from vllm.distributed.kv_transfer.kv_checksum import report, scheduler
-
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            lines.append(f"{record.levelname} {record.getMessage()}")
-
-    handler = Keep()
-    for module in (scheduler, report):
-        module.logger.addHandler(handler)
-    yield lines
-    for module in (scheduler, report):
-        module.logger.removeHandler(handler)
 
 
 def pair(model, p=None, d=None, **both):

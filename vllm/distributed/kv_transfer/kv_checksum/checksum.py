@@ -108,6 +108,7 @@ class KVChecksumRecord:
         fingerprints: per group id, the sum mod 2**64 of the hashes of its layers.
         num_tokens: per request id, the token count that the sums cover.
         seqs: per request id, the number of the send (0 for a load).
+        received: per request id, the payload that the worker's connector received.
     """
 
     pp_rank: int
@@ -118,6 +119,7 @@ class KVChecksumRecord:
     fingerprints: dict[int, int] = field(default_factory=dict)
     num_tokens: dict[str, int] = field(default_factory=dict)
     seqs: dict[str, int] = field(default_factory=dict)
+    received: dict[str, bytes] = field(default_factory=dict)
 
 
 def add_records(

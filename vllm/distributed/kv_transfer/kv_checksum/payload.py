@@ -10,6 +10,7 @@ import base64
 import binascii
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,6 +28,18 @@ class KVChecksumCarrier(Enum):
 
     KV_TRANSFER_PARAMS = "kv_transfer_params"
     """In the request's ``kv_transfer_params``, which the proxy forwards."""
+
+    CONNECTOR = "connector"
+    """Beside the KV: the connector's own messages."""
+
+    def of_request(self, request: Any, receiving: bool) -> "KVChecksumCarrier | None":
+        """This carrier if a prefill of `request` is sent, or its result loaded.
+
+        None for a request that is neither, and for a load of a prefill instance
+        (``do_remote_decode`` set on a load).
+        """
+        params = request.kv_transfer_params or {}
+        return None if bool(params.get("do_remote_decode")) == receiving else self
 
 
 class PayloadVersionError(ValueError):

@@ -27,7 +27,7 @@ from .checksum import (
     add_records,
     replica_checks,
 )
-from .payload import GroupChecksums, KVChecksumPayload
+from .payload import GroupChecksums, KVChecksumCarrier, KVChecksumPayload
 from .report import Reporter
 from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
 
@@ -44,6 +44,7 @@ class _Pending:
     """A request whose sums are awaited, and the workers' records so far."""
 
     blocks: KVChecksumBlocks
+    carrier: KVChecksumCarrier
     records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
 
     def take(self, record: KVChecksumRecord) -> None:
@@ -55,12 +56,24 @@ class _PendingLoad(_Pending):
     """A load in progress.
 
     `unaligned` holds groups whose first loaded block also holds tokens computed
-    here; `params` the request's ``kv_transfer_params`` when the load started.
+    here; `params` the request's ``kv_transfer_params`` when the load started;
+    `received` the payload that its connector brought, the first copy.
     """
 
     unaligned: set[int] = field(default_factory=set)
     params: dict[str, Any] = field(default_factory=dict)
-    carrier: str = ""
+    received: bytes | None = None
+
+    def payload(self) -> KVChecksumPayload | None:
+        """What the producer sent, or None for nothing.
+
+        Raises:
+            ValueError: as `payload.decode`.
+        """
+        if self.carrier is KVChecksumCarrier.CONNECTOR:
+            return None if self.received is None else wire.decode(self.received)
+        text = self.params.get(KV_TRANSFER_PARAMS_KEY)
+        return None if text is None else wire.decode_text(text)
 
 
 class _NotComparable(Exception):
@@ -136,20 +149,21 @@ class KVChecksumScheduler:
         self._scheduled.reqs_to_recv[req_id] = found.blocks
         self._recvs[req_id] = _PendingLoad(
             found.blocks,
+            carrier,
             unaligned=found.unaligned,
             params=request.kv_transfer_params or {},
-            carrier=carrier.value,
         )
 
     def add_send(self, request: Any) -> None:
         """The step being scheduled finishes the KV of `request`'s prompt."""
-        if self.connector.kv_checksum_carrier(request, False) is None:
+        carrier = self.connector.kv_checksum_carrier(request, False)
+        if carrier is None:
             return
         req_id = request.request_id
         blocks = self._transferred(req_id, 0, request.num_prompt_tokens).blocks
         blocks.seq = next(self._seqs)
         self._scheduled.reqs_to_send[req_id] = blocks
-        self._sends[req_id] = _Pending(blocks)
+        self._sends[req_id] = _Pending(blocks, carrier)
 
     def after_schedule(self, output: Any, requests: dict[str, Any]) -> None:
         """Find the prompts that this step finishes and fill in the step's request."""
@@ -179,6 +193,10 @@ class KVChecksumScheduler:
                     pending = self._sends.get(req_id)
                 if pending is not None and pending.blocks.seq == seq:
                     pending.take(record)
+            for req_id, data in record.received.items():
+                load = self._recvs.get(req_id)
+                if load is not None and load.received is None:
+                    load.received = data
 
     def verify(
         self,
@@ -220,10 +238,20 @@ class KVChecksumScheduler:
     def request_finished(
         self, request: Any, params: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """`request` ended: drop what is held for it, add its payload to `params`."""
+        """`request` ended: drop what is held for it, hand its payload to its carrier.
+
+        Args:
+            params: the ``kv_transfer_params`` of its answer, or None.
+
+        Returns:
+            `params`, with the payload where they carry it.
+        """
         self._recvs.pop(request.request_id, None)
         send = self._sends.pop(request.request_id, None)
-        if send is None or params is None or request.status not in _SENT_STATUSES:
+        if send is None or request.status not in _SENT_STATUSES:
+            return params
+        by_connector = send.carrier is KVChecksumCarrier.CONNECTOR
+        if params is None and not by_connector:
             return params
         try:
             payload = self._payload(request.request_id, send)
@@ -235,9 +263,14 @@ class KVChecksumScheduler:
                 request.request_id,
             )
             return params
+        if by_connector:
+            data = wire.encode(payload)
+            self._stats["payload_bytes"] += len(data)
+            self.connector.send_kv_checksums(request, data)
+            return params
         text = wire.encode_text(payload)
         self._stats["payload_bytes"] += len(text)
-        return {**params, KV_TRANSFER_PARAMS_KEY: text}
+        return {**(params or {}), KV_TRANSFER_PARAMS_KEY: text}
 
     # ---- adding up
 
@@ -314,16 +347,15 @@ class KVChecksumScheduler:
         )
 
     def _judge(self, req_id: str, load: _PendingLoad) -> LoadVerdict:
-        text = load.params.get(KV_TRANSFER_PARAMS_KEY)
-        if text is None:
-            return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
         try:
-            payload = wire.decode_text(text)
+            payload = load.payload()
         except wire.PayloadVersionError:
             return LoadVerdict(unverified=Unverified.PAYLOAD_VERSION)
         except ValueError as error:
             logger.debug("KV checksum payload of request %s: %s", req_id, error)
             return LoadVerdict(unverified=Unverified.BAD_PAYLOAD)
+        if payload is None:
+            return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
         try:
             self._check_reports(req_id, load)
         except _NotComparable as error:
@@ -350,7 +382,7 @@ class KVChecksumScheduler:
 
     def _count(self, verdict: LoadVerdict, load: _PendingLoad) -> None:
         outcome = verdict.outcome
-        self._stats[f"loads:{outcome}:{load.carrier}"] += 1
+        self._stats[f"loads:{outcome}:{load.carrier.value}"] += 1
         if outcome == "unverified" and verdict.reason is not None:
             self._stats[f"unverified:{verdict.reason.value}"] += 1
         self._stats["blocks_compared"] += verdict.num_compared

@@ -205,6 +205,7 @@ class KVChecksumWorker:
         failed_recving: set[str],
         finished_req_ids: set[str],
         defer_sends: bool = False,
+        received: dict[str, bytes] | None = None,
     ) -> KVChecksumOutput | None:
         """Sum the loads that finished and, unless deferred, this step's sends.
 
@@ -213,6 +214,7 @@ class KVChecksumWorker:
             failed_recving: those of them whose load failed.
             finished_req_ids: requests that ended since the last step.
             defer_sends: the drafter still writes KV; `finalize_step` follows.
+            received: payloads that the connector received, by request id.
         """
         work: dict[str, KVChecksumBlocks] = {}
         if self._recvs:
@@ -223,6 +225,11 @@ class KVChecksumWorker:
                 if blocks is not None and req_id not in failed_recving:
                     work[req_id] = blocks
         output = self._sum(work)
+        if received:
+            record = KVChecksumRecord(
+                self.pp_rank, self.tp_rank, checksums={}, received=received
+            )
+            output = KVChecksumOutput([record]).aggregate(output)
         if not defer_sends:
             output = self.finalize_step(output)
         return output

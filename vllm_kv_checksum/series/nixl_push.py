@@ -1,0 +1,132 @@
+"""NIXL push carries payloads in the completion notifs of its WRITEs.
+
+The producer's scheduler ships a payload with the finished blocks; the writer thread
+adds it to the notif if the consumer's registration asked. Both forms of the notif take
+the same completion accounting. The compatibility hash stays vLLM's own.
+"""
+
+from ..edits import Module, assign
+
+_NIXL = "distributed/kv_transfer/kv_connector/v1/nixl/"
+
+metadata = Module(_NIXL + "metadata.py")
+with metadata.function("NixlConnectorMetadata.__init__") as f:
+    f.after(
+        assign("self.push_finished_blocks"),
+        """
+        # Push mode (P side): KV checksums of those requests.
+        self.push_finished_kv_checksums: dict[ReqId, bytes] = {}
+        """,
+    )
+
+connector = Module(_NIXL + "connector.py")
+connector.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier"
+)
+with connector.cls("NixlPushConnector") as c:
+    c.prepend(
+        """
+        def kv_checksum_carrier(
+            self, request: "Request", receiving: bool
+        ) -> KVChecksumCarrier | None:
+            return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
+
+        def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
+            assert self.connector_scheduler is not None
+            self.connector_scheduler.send_kv_checksums(request, checksums)
+
+        """
+    )
+
+scheduler = Module(_NIXL + "push_scheduler.py")
+scheduler.imports("from vllm.distributed.kv_transfer.kv_checksum import nixl_push")
+with scheduler.function("NixlPushConnectorScheduler.__init__") as f:
+    f.after(
+        assign("self._newly_finished_push_blocks"),
+        """
+        # P-side: their KV checksums.
+        self._newly_finished_kv_checksums: dict[ReqId, bytes] = {}
+        """,
+    )
+with scheduler.function("NixlPushConnectorScheduler.update_state_after_alloc") as f:
+    f.after(
+        assign("self._push_pending_registrations[request.request_id]"),
+        """
+        if self.vllm_config.kv_transfer_config.enable_kv_checksum:
+            nixl_push.ask(self._push_pending_registrations[request.request_id])
+        """,
+    )
+with scheduler.function("NixlPushConnectorScheduler.build_connector_meta") as f:
+    f.after(
+        assign("meta.push_finished_blocks"),
+        """
+        meta.push_finished_kv_checksums = self._newly_finished_kv_checksums
+        self._newly_finished_kv_checksums = {}
+        """,
+    )
+with scheduler.cls("NixlPushConnectorScheduler") as c:
+    c.prepend(
+        """
+        def send_kv_checksums(self, request: Request, checksums: bytes) -> None:
+            # Nothing is pushed for other requests, so nothing would carry these.
+            if request.request_id in self._newly_finished_push_blocks:
+                self._newly_finished_kv_checksums[request.request_id] = checksums
+
+        """,
+    )
+
+worker = Module(_NIXL + "push_worker.py")
+worker.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum.nixl_push import (\n"
+    "    create_nixl_push_checksums,\n"
+    ")"
+)
+with worker.function("NixlPushConnectorWorker.__init__") as f:
+    f.after(
+        assign("self._pending_d_registrations"),
+        "self.kv_checksums = create_nixl_push_checksums(vllm_config)",
+    )
+with worker.function("NixlPushConnectorWorker.start_load_kv") as f:
+    f.before(
+        "if metadata.push_finished_blocks:",
+        """
+        if self.kv_checksums is not None:
+            self.kv_checksums.hold(metadata.push_finished_kv_checksums)
+        """,
+    )
+with worker.function("NixlPushConnectorWorker._do_start_push_kv") as f:
+    f.before(
+        "self._xfer_blocks_for_req(req_id=request_id, meta=push_meta)",
+        """
+        if self.kv_checksums is not None:
+            self.kv_checksums.negotiate(request_id, registration_data)
+        """,
+    )
+with worker.function("NixlPushConnectorWorker._xfer_blocks") as f:
+    f.after(
+        assign("notif_id"),
+        """
+        if self.kv_checksums is not None:
+            notif_id = self.kv_checksums.completion_notif(request_id, notif_id)
+        """,
+    )
+with worker.function("NixlPushConnectorWorker._get_new_notifs") as f:
+    f.before(
+        assign("msg"),
+        """
+        if self.kv_checksums is not None:
+            notif = self.kv_checksums.take(notif, self._recving_metadata)
+            if not notif:
+                continue
+        """,
+    )
+with worker.function("NixlPushConnectorWorker.get_transfer_results") as f:
+    f.before(
+        "return results",
+        """
+        if self.kv_checksums is not None:
+            self.kv_checksums.finish(results)
+        """,
+    )
+
+MODULES = [metadata, connector, scheduler, worker]
