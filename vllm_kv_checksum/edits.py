@@ -20,7 +20,17 @@ class AnchorError(Exception):
 
 
 class assign(str):
-    """Anchor: the statement that assigns to this target, whatever the value."""
+    """Anchor: the statement that assigns to this target, whatever the value.
+
+    With `keyword`, the value must be a call with an argument of that name.
+    """
+
+    keyword: str | None
+
+    def __new__(cls, target: str, keyword: str | None = None) -> "assign":
+        anchor = super().__new__(cls, target)
+        anchor.keyword = keyword
+        return anchor
 
 
 _HEADS: dict[type[ast.stmt], tuple[str, ...]] = {
@@ -232,6 +242,10 @@ def _matches(anchor: str, statement: ast.stmt) -> bool:
             if not isinstance(statement, ast.AnnAssign | ast.AugAssign):
                 return False
             targets = [target]  # type: ignore[list-item]
+        if anchor.keyword is not None:
+            keywords = getattr(statement.value, "keywords", ())
+            if all(k.arg != anchor.keyword for k in keywords):
+                return False
         return len(targets) == 1 and ast.unparse(targets[0]) == anchor
     if anchor.endswith(":"):
         wanted = ast.parse(f"{anchor}\n    pass").body[0]

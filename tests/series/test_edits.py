@@ -26,6 +26,8 @@ class Box:
             )  # trailing
         for x in argv:
             print(x)
+        size = call(a=1)
+        size = call(a=1, b=2)
         return False
 
     def twice(self):
@@ -82,6 +84,10 @@ def test_definitions_stand_behind_the_head_s_imports():
             "# trailing\n        new()\n        for",
         ),
         (
+            in_full("after", assign("size", keyword="b"), "new()"),
+            "b=2)\n        new()\n        return",
+        ),
+        (
             in_full("before", "for x in argv:", "new()"),
             "new()\n        for x in argv:",
         ),
@@ -115,7 +121,12 @@ def test_edits_at_one_place_keep_their_order():
 
 @pytest.mark.parametrize(
     ("scope", "anchor", "number"),
-    [("Box.full", "return True", "0"), ("Box.twice", "a = 1", "2")],
+    [
+        ("Box.full", "return True", "0"),
+        ("Box.twice", "a = 1", "2"),
+        ("Box.full", assign("size"), "2"),
+        ("Box.full", assign("size", keyword="c"), "0"),
+    ],
 )
 def test_an_anchor_must_match_once(scope, anchor, number):
     def make(module):

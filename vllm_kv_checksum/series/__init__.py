@@ -11,8 +11,11 @@ ORDER = (
     "base",
     "nixl_pull",
     "nixl_push",
+    "mooncake",
     "mamba",
     "models",
+    "metrics",
+)
     "metrics",
 )
 

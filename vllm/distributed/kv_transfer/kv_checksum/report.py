@@ -36,11 +36,10 @@ class Reporter:
         """
         if verdict.mismatched:
             logger.error(
-                "KV checksum mismatch: request %s, remote engine %s at %s:%s, %s; %s",
+                "KV checksum mismatch: request %s, remote engine %s at %s, %s; %s",
                 req_id,
                 _short(params.get("remote_engine_id")),
-                _short(params.get("remote_host")),
-                _short(params.get("remote_port")),
+                _short(_address(params)),
                 _differences(verdict),
                 action,
             )
@@ -67,6 +66,13 @@ def _differences(verdict: LoadVerdict) -> str:
         for group_id, group in list(verdict.groups.items())[:_MAX_GROUPS]
         if group.positions
     )
+
+
+def _address(params: dict[str, Any]) -> object:
+    """Where the remote engine listens: NIXL names host and port, Mooncake a URL."""
+    if "remote_bootstrap_addr" in params:
+        return params["remote_bootstrap_addr"]
+    return f"{params.get('remote_host')}:{params.get('remote_port')}"
 
 
 def _short(value: object) -> str:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake P2P: what a response carries, and the order in which a consumer takes it."""
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorWorker,
+    MooncakeXferResponse,
+    MooncakeXferResponseStatus,
+    PullReqMeta,
+    SendBlockMeta,
+)
+
+from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
+
+
+def sent(payload):
+    return SendBlockMeta("p", "t", [[1]], ready=None, kv_checksums=payload)
+
+
+class StockResponse(msgspec.Struct, omit_defaults=True):
+    """The response as an instance without checksums knows it."""
+
+    status: MooncakeXferResponseStatus
+    ok_reqs: list[str] | None = None
+    err_reqs: list[str] | None = None
+
+
+def response(payloads, ok_reqs, **fields):
+    encoded = msgspec.msgpack.encode(
+        MooncakeXferResponse(
+            MooncakeXferResponseStatus.FINISH,
+            ok_reqs=ok_reqs,
+            kv_checksums=payloads,
+            **fields,
+        )
+    )
+    return msgspec.msgpack.decode(encoded, type=MooncakeXferResponse)
+
+
+def test_a_response_carries_what_there_is():
+    found = MooncakeChecksums.of_sent([("a", sent(b"1")), ("b", sent(None))])
+    assert found == {"a": b"1"}
+    assert response(found, ["a", "b"]).kv_checksums == {"a": b"1"}
+    assert MooncakeChecksums.of_sent([("b", sent(None))]) is None
+
+
+def test_both_versions_read_each_others_responses():
+    new = msgspec.msgpack.encode(response({"a": b"1"}, ["a"]))
+    assert msgspec.msgpack.decode(new, type=StockResponse).ok_reqs == ["a"]
+    old = StockResponse(MooncakeXferResponseStatus.FINISH, ok_reqs=["a"])
+    old = msgspec.msgpack.encode(old)
+    assert msgspec.msgpack.decode(old, type=MooncakeXferResponse).kv_checksums is None
+    nothing = msgspec.msgpack.encode(response(None, ["a"]))
+    assert b"kv_checksums" not in nothing
+
+
+class Receiver:
+    """The real receiving function on the state it needs, without an engine."""
+
+    process_pulling_result = MooncakeConnectorWorker.process_pulling_result
+
+    def __init__(self):
+        self.kv_checksums = MooncakeChecksums()
+        self.seen_when_finished: list[dict[str, bytes]] = []
+
+    def take(self) -> dict[str, bytes]:
+        results = KVConnectorTransferResults()
+        self.kv_checksums.finish(results)
+        return results.kv_checksums
+
+    def _complete_pull_task(self, pull_meta):
+        # What the engine's thread would find the moment a load is marked finished.
+        self.seen_when_finished.append(self.take())
+
+
+def pull(*req_ids):
+    return {r: PullReqMeta(r, "t", [[1]], "p", "addr") for r in req_ids}
+
+
+def test_a_payload_is_queued_before_its_load_is_marked_finished():
+    receiver = Receiver()
+    receiver.process_pulling_result(
+        response({"a": b"1", "b": b"2"}, ["a"]), pull("a", "b")
+    )
+    assert receiver.seen_when_finished == [{"a": b"1"}]
+
+
+def test_payloads_of_others_and_failures_are_left():
+    receiver = Receiver()
+    pulled = pull("a")
+    receiver.process_pulling_result(response({"x": b"1"}, ["x", "a"]), pulled)
+    assert pulled == {} and receiver.take() == {}
+
+
+def test_the_first_copy_wins_and_nothing_stays():
+    checksums = MooncakeChecksums()
+    for payload in (b"first", b"second"):
+        checksums.receive({"a": payload}, ["a"], {"a"})
+    results = KVConnectorTransferResults()
+    checksums.finish(results)
+    assert results.kv_checksums == {"a": b"first"}
+    again = KVConnectorTransferResults()
+    checksums.finish(again)
+    assert again.kv_checksums == {}

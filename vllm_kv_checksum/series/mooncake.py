@@ -1,0 +1,115 @@
+"""Mooncake P2P carries payloads in the producer's responses.
+
+A payload is stored on the send before it is marked ready, and answered with the
+requests that were sent. The consumer queues it before the load is marked finished, in
+one synchronous step of the receiver's loop, and takes the finished loads before it
+drains the queue; so no load finishes without the payload that came with it.
+"""
+
+from ..edits import Module, assign
+
+mooncake = Module(
+    "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
+)
+mooncake.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier"
+)
+mooncake.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum.mooncake import (\n"
+    "    create_mooncake_checksums,\n"
+    ")"
+)
+with mooncake.cls("MooncakeXferResponse") as c:
+    c.after(
+        assign("err_msg"),
+        """
+        # KV checksums of ok_reqs, where the producer has them.
+        kv_checksums: dict[ReqId, bytes] | None = None
+        """,
+    )
+with mooncake.cls("SendBlockMeta") as c:
+    c.after(assign("sending"), "kv_checksums: bytes | None = None")
+with mooncake.function("MooncakeConnectorMetadata.__init__") as f:
+    f.after(
+        assign("self.reqs_not_processed"),
+        """
+        # KV checksums of the requests in reqs_to_send that finished.
+        self.kv_checksums: dict[ReqId, bytes] = {}
+        """,
+    )
+with mooncake.cls("MooncakeConnector") as c:
+    c.prepend(
+        """
+        def kv_checksum_carrier(
+            self, request: "Request", receiving: bool
+        ) -> KVChecksumCarrier | None:
+            return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
+
+        def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
+            assert self.connector_scheduler is not None
+            self.connector_scheduler.send_kv_checksums(request, checksums)
+
+        """
+    )
+with mooncake.function("MooncakeConnector.get_transfer_results") as f:
+    f.before(
+        "return self.connector_worker.get_transfer_results()",
+        """
+        if self.connector_worker.kv_checksums is not None:
+            results = self.connector_worker.get_transfer_results()
+            self.connector_worker.kv_checksums.finish(results)
+            return results
+        """,
+    )
+with mooncake.cls("MooncakeConnectorScheduler") as c:
+    c.prepend(
+        """
+        def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
+            # Nothing is sent for other requests, so nothing would carry these.
+            _, block_ids = self._reqs_need_send.get(request.request_id, (None, []))
+            if block_ids:
+                self._kv_checksums[request.request_id] = checksums
+
+        """
+    )
+with mooncake.function("MooncakeConnectorScheduler.__init__") as f:
+    f.after(
+        assign("self._reqs_not_processed"),
+        "self._kv_checksums: dict[ReqId, bytes] = {}",
+    )
+with mooncake.function("MooncakeConnectorScheduler.build_connector_meta") as f:
+    f.before(
+        "self._reqs_need_send.clear()",
+        """
+        meta.kv_checksums = self._kv_checksums
+        self._kv_checksums = {}
+        """,
+    )
+with mooncake.function("MooncakeConnectorWorker.__init__") as f:
+    f.after(
+        assign("self._failed_recv_reqs"),
+        "self.kv_checksums = create_mooncake_checksums(vllm_config)",
+    )
+with mooncake.function("MooncakeConnectorWorker.record_send_reqs") as f:
+    f.before(
+        "send_meta.ready.set()",
+        "send_meta.kv_checksums = metadata.kv_checksums.get(p_req_id)",
+    )
+with mooncake.function("MooncakeConnectorWorker.send_kv_to_decode") as f:
+    f.after(
+        assign("response", keyword="ok_reqs"),
+        """
+        if self.kv_checksums is not None:
+            response.kv_checksums = self.kv_checksums.of_sent(ok_ready_reqs)
+        """,
+    )
+with mooncake.function("MooncakeConnectorWorker.process_pulling_result") as f:
+    f.after(
+        assign("ok_reqs"),
+        """
+        if self.kv_checksums is not None:
+            self.kv_checksums.receive(response.kv_checksums, ok_reqs, pull_metas)
+        """,
+    )
+
+MODULES = [mooncake]
