@@ -12,6 +12,7 @@ ORDER = (
     "nixl_pull",
     "nixl_push",
     "mooncake",
+    "multi_connector",
     "mamba",
     "models",
     "metrics",

@@ -23,3 +23,16 @@ def log():
     logging.getLogger("vllm").addHandler(handler)
     yield lines
     logging.getLogger("vllm").removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    import kv_checksum_instances
+
+    return kv_checksum_instances.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["pull", "push", "mooncake"])
+def transport(request):
+    """Each P/D path, with the connector's workers faked."""
+    return request.param

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P and D in one process: real schedulers, real NIXL pull scheduler side, real
-checksum workers and aggregator. What is fake: the forward (it writes KV made from
-token ids and positions) and the transfer (token by token, by the block ids that the
-connector chose), because there is no accelerator and one process cannot hold two
-NIXL agents.
+"""P and D in one process: real schedulers, real scheduler sides of the connectors,
+real checksum workers and aggregator. What is fake: the forward (it writes KV made from
+token ids and positions), because there is no accelerator, and, unless an instance gets
+real connector workers, the transfer (see `kv_checksum_transports`).
 """
 
 import json
 from pathlib import Path
 
+import kv_checksum_transports as transports
 import kv_checksum_utils as u
+import numpy as np
 import torch
 from vllm.config import (
     CacheConfig,
@@ -27,13 +28,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-__all__ = ["KVConnectorOutput", "RequestStatus", "SchedulerOutput"]
+__all__ = ["RequestStatus", "SchedulerOutput"]
 
-LAYERS, HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 4, 8, 200
+LAYERS, HEADS, HEAD_SIZE = 4, 4, 8
 
 
 def write_model(folder: Path) -> str:
@@ -57,7 +58,15 @@ def write_model(folder: Path) -> str:
 
 
 def vllm_config(
-    model: str, role: str, *, block_size=16, tp=1, pp=1, policy="fail", **transfer
+    model: str,
+    role: str,
+    *,
+    block_size=16,
+    num_blocks=200,
+    tp=1,
+    pp=1,
+    policy="fail",
+    **transfer,
 ) -> VllmConfig:
     model_config = ModelConfig(
         model=model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
@@ -65,7 +74,8 @@ def vllm_config(
     cache = CacheConfig(
         block_size=block_size, enable_prefix_caching=True, gpu_memory_utilization=0.5
     )
-    cache.num_gpu_blocks = NUM_BLOCKS
+    cache.num_gpu_blocks = num_blocks
+    cache.kv_cache_layout = "LBHNC"
     settings = dict(
         kv_connector="NixlConnector",
         kv_role=role,
@@ -99,15 +109,34 @@ def vllm_config(
 class Instance:
     """One vLLM instance: scheduler, and per (PP, TP) rank caches and a worker.
 
-    `window` adds a second KV cache group of sliding-window layers.
+    `window` adds a second KV cache group of sliding-window layers. `transport` moves
+    its KV and payloads.
     """
 
     def __init__(
-        self, model, role, *, block_size=16, tp=1, pp=1, window=None, **settings
+        self,
+        model,
+        role,
+        *,
+        transport="pull",
+        block_size=16,
+        num_blocks=200,
+        tp=1,
+        pp=1,
+        window=None,
+        **settings,
     ):
+        self.transport = transports.FAKES[transport]()
         self.config = vllm_config(
-            model, role, block_size=block_size, tp=tp, pp=pp, **settings
+            model,
+            role,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            tp=tp,
+            pp=pp,
+            **{"kv_connector": self.transport.connector, **settings},
         )
+        self.num_blocks = num_blocks
         self.block_size, self.tp, self.pp = block_size, tp, pp
         self.specs = [u.full_spec(HEADS, block_size, HEAD_SIZE)]
         if window:
@@ -124,10 +153,10 @@ class Instance:
         groups = [
             (u.names(*n), s) for n, s in zip(self.layers, self.specs, strict=True)
         ]
-        kv_config = u.config(NUM_BLOCKS, *groups)
+        kv_config = self.kv_config = u.config(num_blocks, *groups)
         # Fresh caches hold the previous owner's bytes.
         self.kv = {
-            n: u.random_cache(NUM_BLOCKS, self.specs[g], seed=hash((role, n)) % 999)
+            n: u.random_cache(num_blocks, self.specs[g], seed=hash((role, n)) % 999)
             for g, numbers in enumerate(self.layers)
             for n in numbers
         }
@@ -148,8 +177,11 @@ class Instance:
         self.aggregator = KVOutputAggregator(tp * pp)
         self.results: dict[str, list] = {}
         self.stats: dict[str, int] = {}
-        self.loading: dict[str, tuple] = {}
+        # What a fault drill does to a load's blocks before they are summed.
         self.damage = lambda instance, req_id, block_ids: None
+        # What happens to a payload on its way: other bytes, or None for a loss.
+        self.alter = lambda data: data
+        self.intercept_payloads()
         self.hold_loads = False
         self.scheduled: list[tuple[str, int]] = []
 
@@ -184,13 +216,25 @@ class Instance:
                 )
             )
         return u.worker(
-            u.config(NUM_BLOCKS, *local),
+            u.config(self.num_blocks, *local),
             here,
             tp_rank=rank,
             tp_size=self.tp,
             pp_rank=stage,
             uniform=HEADS,
         )
+
+    def intercept_payloads(self):
+        """Let `alter` at what a producer's scheduler hands to its connector."""
+        connector = self.scheduler.connector
+        send = connector.send_kv_checksums
+
+        def altered(request, checksums):
+            checksums = self.alter(checksums)
+            if checksums is not None:
+                send(request, checksums)
+
+        connector.send_kv_checksums = altered
 
     # ---- requests
 
@@ -231,20 +275,10 @@ class Instance:
             done = request.num_computed_tokens
             self.write(request, done - number, done)
             self.scheduled.append((req_id, number))
-        for req_id, meta in output.kv_connector_metadata.reqs_to_recv.items():
-            if meta.awaiting_kvs:
-                self.loading[req_id] = meta
-        finished = set() if self.hold_loads else set(self.loading)
-        for req_id in finished:
-            self.transfer(producer, req_id, self.loading.pop(req_id))
-        per_worker = []
-        for worker in self.workers:
-            worker.bind(output.kv_checksum_scheduled)
-            result = KVConnectorOutput(finished_recving=finished or None)
-            result.kv_checksums = worker.post_forward(
-                result.finished_recving, set(), output.finished_req_ids
-            )
-            per_worker.append(self.runner_output(output, result))
+        per_worker = [
+            self.runner_output(output, result)
+            for result in self.transport.step(self, producer, output)
+        ]
         model_output = self.aggregator.aggregate(per_worker)
         return self.finish_step(output, model_output)
 
@@ -272,29 +306,6 @@ class Instance:
                 self.stats[key] = self.stats.get(key, 0) + number
         return results
 
-    def transfer(self, producer, req_id, meta):
-        """Copy the tokens of the local blocks from the producer's blocks."""
-        request = self.scheduler.requests.get(req_id)
-        num_tokens = request.num_prompt_tokens if request else 0
-        rows = self.scheduler.kv_cache_manager.get_block_ids(req_id)
-        for group, numbers in enumerate(self.layers):
-            local, remote = meta.local_block_ids[group], meta.remote.block_ids[group]
-            # Each list ends with the block of its side's last token.
-            first = -(-num_tokens // self.block_size) - len(local)
-            their_tokens = meta.remote.num_tokens
-            their_first = -(-their_tokens // producer.block_size) - len(remote)
-            for t in range(first * self.block_size, num_tokens):
-                source = t // producer.block_size - their_first
-                if source < 0:
-                    continue
-                to = local[t // self.block_size - first]
-                for n in numbers:
-                    self.kv[n][to, :, t % self.block_size] = producer.kv[n][
-                        remote[source], :, t % producer.block_size
-                    ]
-            assert rows[group][-len(local) :] == local
-            self.damage(self, req_id, local)
-
     def answer_kv_is_right(self, request) -> bool:
         """Whether the KV of the prompt now is what a local prefill writes."""
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -310,12 +321,18 @@ class Instance:
         )
 
     def run(self, request, producer=None, steps=40):
-        """Step until the request ends; its last output."""
+        """Step, the producer too, until the request ends; its last output."""
         for _ in range(steps):
+            if producer is not None:
+                producer.step()
             self.step(producer)
             if RequestStatus.is_finished(request.status):
                 break
         return self.results[request.request_id][-1]
+
+    def loads(self, outcome: str) -> int:
+        """How many loads of this instance's carrier ended as `outcome`."""
+        return self.stats.get(f"loads:{outcome}:{self.transport.carrier.value}", 0)
 
     def tables(self) -> dict[str, int]:
         """Sizes of every checksum table of scheduler and workers."""
@@ -324,7 +341,8 @@ class Instance:
         sizes["scheduled"] = bool(kv_checksum._scheduled)
         for i, worker in enumerate(self.workers):
             sizes[f"worker{i}"] = len(worker._recvs) + len(worker._sends)
-        return sizes
+        sizes |= transports.scheduler_tables(self.scheduler.connector)
+        return sizes | self.transport.tables()
 
 
 _CELLS = torch.randn(
@@ -338,8 +356,30 @@ def token_kv(layer: int, position: int, token: int) -> torch.Tensor:
 
 
 def prefill(p: Instance, req_id, tokens, max_tokens=1):
-    """Run a prompt on P; the `kv_transfer_params` of its answer."""
-    request = p.add(
-        req_id, tokens, dict(do_remote_decode=True, do_remote_prefill=False), max_tokens
+    """Run a prompt on P; what D's request needs to load it."""
+    params = p.transport.producer_params(req_id)
+    request = p.add(req_id, tokens, params, max_tokens)
+    answer = p.run(request).kv_transfer_params
+    # The step that hands the finished blocks to the workers.
+    p.step()
+    return p.transport.consumer_params(p, params, answer)
+
+
+def pair(model, p=None, d=None, **both):
+    """A producer and a consumer; settings of each, and of both."""
+    return (
+        Instance(model, "kv_producer", **{**both, **(p or {})}),
+        Instance(model, "kv_consumer", **{**both, **(d or {})}),
     )
-    return p.run(request).kv_transfer_params
+
+
+def tokens(number, seed=0):
+    return np.random.default_rng(seed).integers(5, 500, number).tolist()
+
+
+def load(p, d, number, req_id="r", prompt=None):
+    """Prefill on P, load on D; D's request and its last output."""
+    prompt = prompt or tokens(number)
+    params = prefill(p, f"p-{req_id}", prompt)
+    request = d.add(req_id, prompt, params, max_tokens=2)
+    return request, d.run(request, p)

@@ -27,6 +27,7 @@ from .checksum import (
     add_records,
     replica_checks,
 )
+from .multi_connector import carries
 from .payload import GroupChecksums, KVChecksumCarrier, KVChecksumPayload
 from .report import Reporter
 from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
@@ -416,6 +417,13 @@ def create_kv_checksum_scheduler(
             if transfer.kv_checksum_fail_closed
             else "fail-open",
         )
+        for inner in getattr(connector, "sub_connectors", ()):
+            if not carries(inner):
+                logger.warning(
+                    "KV checksums: %s carries none between instances; what it loads "
+                    "from another instance is not verified",
+                    type(inner).__name__,
+                )
         return KVChecksumScheduler(
             vllm_config, connector, kv_cache_manager, kv_cache_config
         )
@@ -433,10 +441,8 @@ def create_kv_checksum_scheduler(
 
 def _why_not(vllm_config: Any, connector: Any) -> str | None:
     """Why checksums cannot work in this configuration, or None."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
     parallel = vllm_config.parallel_config
-    if type(connector).kv_checksum_carrier is KVConnectorBase_V1.kv_checksum_carrier:
+    if not carries(connector):
         name = vllm_config.kv_transfer_config.kv_connector
         return f"the KV connector {name} does not carry KV checksums"
     if (

@@ -1,0 +1,48 @@
+"""MultiConnector routes payloads to the sub-connector that serves the request.
+
+Sub-connectors get both checksum settings from the outer configuration, and their
+received payloads are merged.
+"""
+
+from ..edits import Module, assign
+
+multi = Module("distributed/kv_transfer/kv_connector/v1/multi_connector.py")
+multi.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum import (\n"
+    "    KVChecksumCarrier,\n"
+    "    multi_connector,\n"
+    ")"
+)
+with multi.function("MultiConnector._get_connector_classes_and_configs") as f:
+    f.after(
+        assign("temp_config.kv_transfer_config"),
+        """
+        multi_connector.inherit_settings(
+            vllm_config.kv_transfer_config, temp_config.kv_transfer_config
+        )
+        """,
+    )
+with multi.function("MultiConnector.get_transfer_results") as f:
+    f.after(
+        "results.failed_recving.update(child_results.failed_recving)",
+        "results.kv_checksums.update(child_results.kv_checksums)",
+    )
+with multi.cls("MultiConnector") as c:
+    c.prepend(
+        """
+        def kv_checksum_carrier(
+            self, request: "Request", receiving: bool
+        ) -> KVChecksumCarrier | None:
+            if receiving:
+                chosen = self._requests_to_connector.get(request.request_id)
+                return multi_connector.load_carrier(self._connectors, chosen, request)
+            return multi_connector.send_route(self._connectors, request)[1]
+
+        def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
+            connector, _ = multi_connector.send_route(self._connectors, request)
+            connector.send_kv_checksums(request, checksums)
+
+        """
+    )
+
+MODULES = [multi]
