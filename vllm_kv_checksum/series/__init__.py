@@ -17,8 +17,6 @@ ORDER = (
     "models",
     "metrics",
 )
-    "metrics",
-)
 
 
 def load_series() -> list[Module]:
