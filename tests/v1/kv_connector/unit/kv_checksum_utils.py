@@ -101,5 +101,10 @@ def values_of(record, req_id="r", group_id=0, column=0) -> list[int]:
     return [int(v) for v in values]
 
 
+def groups_of(blocks: KVChecksumBlocks) -> dict[int, tuple[int, list[int]]]:
+    """`blocks.groups` with plain lists, for comparisons."""
+    return {g: (start, list(ids)) for g, (start, ids) in blocks.groups.items()}
+
+
 class Request(SimpleNamespace):
     """A scheduler's request, as far as checksums read it."""

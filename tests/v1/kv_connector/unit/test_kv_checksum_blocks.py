@@ -90,14 +90,14 @@ def test_the_running_state_is_summed_at_position_0(case, first):
     specs = (u.full_spec(), state_spec(scratch, case.split(",")[0]))
     rows = (list(range(10, 30)), row)
     found = chosen(specs, rows, first, 200)
-    assert found.blocks.groups[1] == (0, [running])
+    assert u.groups_of(found.blocks)[1] == (0, [running])
     assert found.blocks.groups[0][0] == first // 16
     assert not found.unaligned and not found.left_out
     assert nixl_clip(specs, rows)[1][-1:] == [running]
 
 
 def test_a_request_without_a_state_block_sums_none():
-    assert chosen((state_spec(),), ([0, 0],), 0, 200).blocks.groups == {}
+    assert u.groups_of(chosen((state_spec(),), ([0, 0],), 0, 200).blocks) == {}
 
 
 def test_states_count_as_one_token_whatever_their_block_size():
@@ -108,7 +108,7 @@ def test_states_count_as_one_token_whatever_their_block_size():
     cfg.kv_cache_groups[0].kv_cache_spec = wrapped
     assert summed_block_size(cfg, 0) == summed_block_size(cfg, 1) == 1
     assert summed_block_size(config_of(u.full_spec(block_size=32)), 0) == 32
-    assert transferred_blocks(cfg, ([3], [4]), 0, 9).blocks.groups[0] == (0, [3])
+    assert u.groups_of(transferred_blocks(cfg, ([3], [4]), 0, 9).blocks)[0] == (0, [3])
 
 
 @pytest.mark.parametrize("window", [15, 16, 17, 40])
@@ -118,19 +118,19 @@ def test_windows_are_clipped_as_nixl_clips_them(window, block_size):
     tokens = 203
     number = -(-tokens // block_size)
     rows = (list(range(1, number + 1)), list(range(50, 63)))
-    start, ids = chosen(specs, rows, 0, tokens).blocks.groups[0]
+    start, ids = u.groups_of(chosen(specs, rows, 0, tokens).blocks)[0]
     assert ids == list(nixl_clip(specs, rows)[0])
     assert start == number - len(ids)
     # Blocks behind the last token are no part of the transfer.
     longer = (rows[0] + [90, 91], rows[1])
-    assert chosen(specs, longer, 0, tokens).blocks.groups[0] == (start, ids)
+    assert u.groups_of(chosen(specs, longer, 0, tokens).blocks)[0] == (start, ids)
 
 
 def test_leading_nulls_are_left_out_of_windows_and_chunks():
     chunked = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **CELL)
     rows = ([0, 0, 0, 5, 6], [0, 0, 3, 4, 7])
     found = chosen((window_spec(64), chunked), rows, 0, 80)
-    assert found.blocks.groups == {0: (3, [5, 6]), 1: (2, [3, 4, 7])}
+    assert u.groups_of(found.blocks) == {0: (3, [5, 6]), 1: (2, [3, 4, 7])}
     assert not found.left_out
 
 
@@ -138,7 +138,7 @@ def test_full_attention_with_a_recorded_window_is_not_clipped():
     """Without the hybrid allocator, window layers keep and transfer every block."""
     spec = u.full_spec(sliding_window=16)
     rows = (list(range(1, 9)),)
-    assert chosen((spec,), rows, 0, 128).blocks.groups == {0: (0, rows[0])}
+    assert u.groups_of(chosen((spec,), rows, 0, 128).blocks) == {0: (0, rows[0])}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_group_with_a_null_inside_is_left_out(spec):
 def test_groups_of_different_block_sizes_start_at_their_own_positions():
     specs = (u.full_spec(block_size=16), u.full_spec(block_size=64))
     found = chosen(specs, ([1, 2, 3, 4, 5, 6], [7, 8]), 48, 90)
-    assert found.blocks.groups == {0: (3, [4, 5, 6]), 1: (0, [7, 8])}
+    assert u.groups_of(found.blocks) == {0: (3, [4, 5, 6]), 1: (0, [7, 8])}
     assert found.unaligned == {1}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
@@ -54,19 +55,22 @@ def transferred_blocks(
                 found.blocks.groups[group_id] = (0, state)
             continue
         size = spec.block_size
-        row = rows[group_id][: -(-num_tokens // size)]
+        end = min(len(rows[group_id]), -(-num_tokens // size))
         start = first_token // size
         if isinstance(spec, SlidingWindowSpec):
-            start = max(start, len(row) - -(-spec.sliding_window // size) - 1)
-        while start < len(row) and row[start] == _NULL_BLOCK:
-            start += 1
-        ids = list(row[start:])
-        if _NULL_BLOCK in ids:
+            start = max(start, end - -(-spec.sliding_window // size) - 1)
+        ids = np.array(rows[group_id][start:end], np.int64)
+        live = np.flatnonzero(ids != _NULL_BLOCK)
+        if not live.size:
+            continue
+        start += int(live[0])
+        ids = ids[live[0] :]
+        if live.size != ids.size:
             found.left_out.add(group_id)
-        elif ids:
-            found.blocks.groups[group_id] = (start, ids)
-            if start * size < first_token:
-                found.unaligned.add(group_id)
+            continue
+        found.blocks.groups[group_id] = (start, ids)
+        if start * size < first_token:
+            found.unaligned.add(group_id)
     return found
 
 

@@ -57,7 +57,7 @@ class KVChecksumBlocks:
     """
 
     num_tokens: int
-    groups: dict[int, tuple[int, list[int]]]
+    groups: dict[int, tuple[int, np.ndarray | list[int]]]
     seq: int = 0
 
 

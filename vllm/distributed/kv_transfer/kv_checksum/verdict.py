@@ -161,42 +161,47 @@ def compare_group(
         return GroupVerdict(unverified=Unverified.BLOCK_SIZES)
     if ours.start * ours.block_size % large:
         return GroupVerdict(unverified=Unverified.UNALIGNED_START)
+    ratio = large // ours.block_size
     first_t, sums_t = _chunks(
         theirs.start, theirs.values, theirs.block_size, large, their_tokens
     )
-    result = GroupVerdict()
-    bad: set[int] = set()
-    for check in ours.checks:
-        first_o, sums_o = _chunks(ours.start, check, ours.block_size, large, our_tokens)
-        low = max(first_t, first_o)
-        high = min(first_t + len(sums_t), first_o + len(sums_o))
-        # The last chunk counts only if both hold equally many tokens in it.
-        shared = min(their_tokens, our_tokens)
-        if their_tokens != our_tokens:
-            high = min(high, shared // large)
-        if high <= low:
-            return GroupVerdict(unverified=Unverified.NOTHING_IN_COMMON)
-        expected = sums_t[low - first_t : high - first_t]
-        found = sums_o[low - first_o : high - first_o]
-        result.compared = high - low
-        for at in np.flatnonzero(expected != found):
-            position = int(low + at) * large // ours.block_size
-            if position not in bad and len(result.samples) < MAX_SAMPLES:
-                result.samples.append(
-                    Difference(position, int(expected[at]), int(found[at]))
-                )
-            bad.add(position)
-    ratio = large // ours.block_size
+    first_o, sums_o = _chunks(
+        ours.start, np.stack(ours.checks), ours.block_size, large, our_tokens
+    )
+    low = max(first_t, first_o)
+    high = min(first_t + sums_t.shape[-1], first_o + sums_o.shape[-1])
+    # The last chunk counts only if both hold equally many tokens in it.
+    if their_tokens != our_tokens:
+        high = min(high, min(their_tokens, our_tokens) // large)
+    if high <= low:
+        return GroupVerdict(unverified=Unverified.NOTHING_IN_COMMON)
+    expected = sums_t[low - first_t : high - first_t]
+    found = sums_o[:, low - first_o : high - first_o]
+    differs = found != expected
+    bad = np.flatnonzero(differs.any(axis=0))
     last = -(-our_tokens // ours.block_size)
-    result.compared = min(result.compared * ratio, last - ours.start)
-    result.positions = [p for q in sorted(bad) for p in range(q, min(q + ratio, last))]
-    return result
+    positions = ((low + bad)[:, None] * ratio + np.arange(ratio)).ravel()
+    samples = [
+        Difference(
+            int(low + at) * ratio,
+            int(expected[at]),
+            int(found[differs[:, at].argmax(), at]),
+        )
+        for at in bad[:MAX_SAMPLES]
+    ]
+    return GroupVerdict(
+        min((high - low) * ratio, last - ours.start),
+        positions[positions < last].tolist(),
+        samples,
+    )
 
 
 def _chunks(
     start: int, values: np.ndarray, block_size: int, large: int, num_tokens: int
 ) -> tuple[int, np.ndarray]:
     """Sums of whole chunks of `large` tokens, and the number of the first.
+
+    Blocks are in the last axis of `values`.
 
     A chunk is kept only if every block of it that holds tokens is in `values`;
     blocks past the last token count as zero.
@@ -205,10 +210,11 @@ def _chunks(
     if ratio == 1:
         return start, values
     first = -(-start // ratio)
-    values = values[first * ratio - start :]
-    if first * ratio + len(values) >= -(-num_tokens // block_size):
-        padding = -len(values) % ratio
-        values = np.concatenate([values, np.zeros(padding, np.uint64)])
-    whole = len(values) // ratio
-    sums = values[: whole * ratio].reshape(whole, ratio).sum(axis=1, dtype=np.uint64)
-    return first, sums
+    values = values[..., first * ratio - start :]
+    *others, number = values.shape
+    if first * ratio + number >= -(-num_tokens // block_size):
+        padding = np.zeros((*others, -number % ratio), np.uint64)
+        values = np.concatenate([values, padding], axis=-1)
+    whole = values.shape[-1] // ratio
+    chunks = values[..., : whole * ratio].reshape(*others, whole, ratio)
+    return first, chunks.sum(axis=-1, dtype=np.uint64)

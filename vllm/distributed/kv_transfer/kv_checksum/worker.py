@@ -310,28 +310,40 @@ def _build_rows(
 
     Each group starts at an even column, so that reads of it stay 16-byte aligned.
     """
-    columns: list[np.ndarray] = []
+    tables: list[np.ndarray] = []
     segments: list[tuple[GroupView, slice]] = []
     parts: list[_Part] = []
     at = 0
     for group_id, group in groups.items():
-        first_column = at
-        for req_id, blocks in work.items():
-            start, ids = blocks.groups.get(group_id, (0, []))
-            if not len(ids):
-                continue
-            first: np.ndarray = (start + np.arange(len(ids))) * group.block_size
-            valid = np.clip(blocks.num_tokens - first, 0, group.block_size)
-            columns.append(np.stack([np.asarray(ids, np.int64), first, valid]))
-            parts.append(_Part(req_id, group, start, slice(at, at + len(ids))))
-            at += len(ids)
-        if at > first_column:
-            segments.append((group, slice(first_column, at)))
-        if at % 2:
-            columns.append(np.zeros((3, 1), np.int64))
-            at += 1
-    rows = np.concatenate(columns, axis=1) if columns else np.zeros((3, 0), np.int64)
-    return np.ascontiguousarray(rows), segments, parts
+        found = [
+            (req_id, blocks.num_tokens, *blocks.groups[group_id])
+            for req_id, blocks in work.items()
+            if group_id in blocks.groups
+        ]
+        if not found:
+            continue
+        req_ids, num_tokens, starts, ids = zip(*found, strict=True)
+        lengths = np.array([len(i) for i in ids])
+        ends = lengths.cumsum()
+        total = int(ends[-1])
+        table: np.ndarray = np.zeros((3, total + total % 2), np.int64)
+        np.concatenate(ids, out=table[0, :total])
+        position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
+        first = np.multiply(position, group.block_size, out=table[1, :total])
+        valid = np.repeat(num_tokens, lengths) - first
+        np.clip(valid, 0, group.block_size, out=table[2, :total])
+        tables.append(table)
+        segments.append((group, slice(at, at + total)))
+        begins = (at + ends - lengths).tolist()
+        parts += [
+            _Part(req_id, group, start, slice(begin, begin + length))
+            for req_id, start, begin, length in zip(
+                req_ids, starts, begins, lengths.tolist(), strict=True
+            )
+        ]
+        at += table.shape[1]
+    rows = np.concatenate(tables, axis=1) if tables else np.zeros((3, 0), np.int64)
+    return rows, segments, parts
 
 
 def create_kv_checksum_worker(
