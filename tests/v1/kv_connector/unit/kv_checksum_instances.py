@@ -6,6 +6,8 @@ real connector workers, the transfer (see `kv_checksum_transports`).
 """
 
 import json
+from dataclasses import replace
+from math import lcm
 from pathlib import Path
 
 import kv_checksum_transports as transports
@@ -153,7 +155,7 @@ class Instance:
         groups = [
             (u.names(*n), s) for n, s in zip(self.layers, self.specs, strict=True)
         ]
-        kv_config = self.kv_config = u.config(num_blocks, *groups)
+        kv_config = self.kv_config = self.make_kv_config(groups)
         # Fresh caches hold the previous owner's bytes.
         self.kv = {
             n: u.random_cache(num_blocks, self.specs[g], seed=hash((role, n)) % 999)
@@ -170,7 +172,10 @@ class Instance:
             vllm_config=self.config,
             kv_cache_config=kv_config,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=block_size,
+            block_size=lcm(
+                *(g.kv_cache_spec.block_size for g in kv_config.kv_cache_groups)
+            ),
+            hash_block_size=block_size,
             log_stats=True,
         )
         self.hasher = get_request_block_hasher(block_size, sha256)
@@ -185,36 +190,31 @@ class Instance:
         self.hold_loads = False
         self.scheduled: list[tuple[str, int]] = []
 
+    def make_kv_config(self, groups):
+        return u.config(self.num_blocks, *groups)
+
     def layer_numbers(self, group: int) -> range:
         return range(group * LAYERS, (group + 1) * LAYERS)
 
-    def make_worker(self, kv_config, stage, rank):
+    def caches_of(self, stage, rank):
+        """What one worker holds, by layer name."""
         heads = slice(rank * HEADS // self.tp, (rank + 1) * HEADS // self.tp)
-        here = {
+        return {
             u.names(n)[0]: c[:, heads]
             for n, c in self.kv.items()
             if n % LAYERS * self.pp // LAYERS == stage
         }
-        local = []
-        for group in kv_config.kv_cache_groups:
-            spec = group.kv_cache_spec
-            local.append(
-                (
-                    [n for n in group.layer_names if n in here],
-                    type(spec)(
-                        **{
-                            f: getattr(spec, f)
-                            for f in ("block_size", "head_size", "dtype")
-                        },
-                        num_kv_heads=HEADS // self.tp,
-                        **(
-                            {"sliding_window": spec.sliding_window}
-                            if isinstance(spec, SlidingWindowSpec)
-                            else {}
-                        ),
-                    ),
-                )
-            )
+
+    def local_spec(self, spec):
+        """A group's spec as one TP rank has it."""
+        return replace(spec, num_kv_heads=HEADS // self.tp)
+
+    def make_worker(self, kv_config, stage, rank):
+        here = self.caches_of(stage, rank)
+        local = [
+            ([n for n in g.layer_names if n in here], self.local_spec(g.kv_cache_spec))
+            for g in kv_config.kv_cache_groups
+        ]
         return u.worker(
             u.config(self.num_blocks, *local),
             here,
@@ -305,6 +305,9 @@ class Instance:
             for key, number in (stats or {}).items():
                 self.stats[key] = self.stats.get(key, 0) + number
         return results
+
+    def copy_states(self, producer, ours, theirs) -> None:
+        """Transfer what is not copied token by token; block ids are per group."""
 
     def answer_kv_is_right(self, request) -> bool:
         """Whether the KV of the prompt now is what a local prefill writes."""

@@ -246,7 +246,7 @@ FAKES = {"pull": FakeNixlPull, "push": FakeNixlPush, "mooncake": FakeMooncake}
 def copy_tokens(instance, producer, req_id, local, their_id, their_blocks):
     """Copy the tokens of the local blocks, per group, from the producer's blocks."""
     request = instance.scheduler.requests.get(req_id)
-    num_tokens = request.num_prompt_tokens if request else 0
+    num_tokens = request.num_computed_tokens if request else 0
     rows = instance.scheduler.kv_cache_manager.get_block_ids(req_id)
     for group, numbers in enumerate(instance.layers):
         ours, theirs = local[group], their_blocks[group]
@@ -265,6 +265,7 @@ def copy_tokens(instance, producer, req_id, local, their_id, their_blocks):
                 ]
         assert rows[group][-len(ours) :] == ours
         instance.damage(instance, req_id, ours)
+    instance.copy_states(producer, local, their_blocks)
 
 
 def scheduler_tables(connector) -> dict[str, int]:

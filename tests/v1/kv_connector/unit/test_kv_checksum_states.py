@@ -1,131 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of Mamba-like layers: one value for any TP size and conv layout.
+"""States of Mamba-like layers: one value for any TP size and conv layout."""
 
-Shapes and splits come from vLLM's own calculator; where a rank's rows lie is built
-here from unsharded states, independently of the feature.
-"""
-
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
 import kv_checksum_reference as reference
 import kv_checksum_utils as u
 import numpy as np
 import pytest
 import torch
+from kv_checksum_states import (
+    CALC,
+    DTYPES,
+    FAMILIES,
+    NUM_BLOCKS,
+    cache_of,
+    local_states,
+    page_of,
+    unsharded,
+)
 from vllm.model_executor.layers.mamba import mamba_utils
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import MambaSpec, MambaStateSplit
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
 
-NUM_BLOCKS, PADDING, ROWS_BETWEEN = 5, 24, 7
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (0, [3])})
 NUMBERS = (2, 5)
-
-
-@dataclass
-class Family:
-    """Global conv segments, temporal rows, and vLLM's functions for them.
-
-    `replicated` are the conv segments that every rank holds whole.
-    """
-
-    conv: tuple[int, ...]
-    temporal: int
-    per_row: tuple[int, ...]
-    shapes: object
-    splits: object
-    replicated: tuple[int, ...] = ()
-
-
-CALC = MambaStateShapeCalculator
-
-
-def mamba2(n_groups):
-    sizes = dict(intermediate_size=16, n_groups=n_groups, num_heads=8, state_size=6)
-    return Family(
-        (16, 6 * n_groups, 6 * n_groups),
-        8,
-        (2, 6),
-        lambda tp: CALC.mamba2_state_shape(tp, head_dim=2, conv_kernel=4, **sizes),
-        lambda tp: CALC.mamba2_state_splits(tp, **sizes),
-        (1, 2) if n_groups == 1 else (),
-    )
-
-
-def gdn():
-    sizes = dict(num_k_heads=4, num_v_heads=8, head_k_dim=3, head_v_dim=2)
-    return Family(
-        (12, 12, 16),
-        8,
-        (2, 3),
-        lambda tp: CALC.gated_delta_net_state_shape(tp, conv_kernel_size=4, **sizes),
-        lambda tp: CALC.gated_delta_net_state_splits(tp, **sizes),
-    )
-
-
-FAMILIES = {
-    "mamba1": Family(
-        (16,),
-        16,
-        (5,),
-        lambda tp: CALC.mamba1_state_shape(tp, 16, 5, 4),
-        lambda tp: CALC.mamba1_state_splits(tp, 16),
-    ),
-    "mamba2, 1 group": mamba2(1),
-    "mamba2, 4 groups": mamba2(4),
-    "gated delta net": gdn(),
-}
-DTYPES = (torch.bfloat16, torch.float32)
-WORDS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 
 
 @pytest.fixture(params=["SD", "DS"])
 def conv_layout(request, monkeypatch):
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: request.param)
     return request.param
-
-
-def unsharded(family, seed, dtypes=DTYPES):
-    """Conv rows ``(dim, state_len)`` and temporal rows, as unsigned words."""
-    draw = np.random.default_rng(seed)
-    shapes = (sum(family.conv), 3), (family.temporal, prod(family.per_row))
-    return [
-        draw.integers(0, 2 ** (8 * dtype.itemsize), shape).astype(WORDS[dtype])
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
-
-
-def local_states(family, states, rank, tp):
-    """What a rank holds: its share of each conv segment and of the temporal rows."""
-    conv, temporal = states
-    parts, at = [], 0
-    for i, size in enumerate(family.conv):
-        segment = conv[at : at + size]
-        share = size if i in family.replicated else size // tp
-        first = 0 if i in family.replicated else rank * share
-        parts.append(segment[first : first + share])
-        at += size
-    rows = family.temporal // tp
-    return np.concatenate(parts), temporal[rank * rows : (rank + 1) * rows]
-
-
-def page_of(conv, temporal, layout, extra=b""):
-    oriented = conv if layout == "DS" else np.ascontiguousarray(conv.T)
-    return oriented.tobytes() + temporal.tobytes() + extra
-
-
-def cache_of(page, seed=0):
-    """``[B, 1, 1, C]`` int8 with `page` in block 3; padded pages, an offset."""
-    content = len(page)
-    content += -content % 8
-    raw = np.random.default_rng(seed).integers(
-        -128, 128, (NUM_BLOCKS, ROWS_BETWEEN, content + PADDING)
-    )
-    raw = torch.from_numpy(raw.astype(np.int8))
-    raw[3, 1, : len(page)] = torch.frombuffer(bytearray(page), dtype=torch.int8)
-    return raw[:, 1, : len(page)].view(NUM_BLOCKS, 1, 1, len(page))
 
 
 def spec_of(family, tp, **changes):
