@@ -4,14 +4,23 @@
 Without a GPU the Triton kernel runs in Triton's interpreter.
 """
 
-import kv_checksum_reference as reference
 import numpy as np
 import pytest
 import torch
+from kv_checksum_cells import (
+    LAYOUTS,
+    ROWS,
+    SHAPES,
+    expected,
+    factors_of,
+    random_cells,
+    rows_for,
+    run,
+    view,
+)
 
 from vllm.distributed.kv_transfer.kv_checksum import cpu_path, kernels, torch_path
-from vllm.distributed.kv_transfer.kv_checksum.checksum import slice_factor
-from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView, integer_view
+from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView
 
 IMPLEMENTATIONS = {
     "torch": torch_path.sum_layer,
@@ -25,91 +34,12 @@ def sum_layer(request):
     return IMPLEMENTATIONS[request.param]
 
 
-def factors_of(layer, heads, first_head=0):
-    values = [slice_factor(layer, first_head + h) for h in range(heads)]
-    return torch.from_numpy(np.array(values, np.uint64).view(np.int64))
-
-
-def view(cells, cache, layer=3, first_head=0):
-    """A view of `cache`, a uint8 ``[B, H, N, C]`` cache that holds `cells` blocks."""
-    content = cells.shape[-1]
-    width = next(w for w in (8, 4, 2) if content % w == 0)
-    blocks = integer_view(cache, len(cells), width)
-    factors = factors_of(layer, cells.shape[1], first_head)
-    return LayerView("", blocks, width, content // width, factors, (1, 0))
-
-
-def random_cells(*shape, seed=0):
-    return torch.from_numpy(np.random.RandomState(seed).randint(0, 256, shape, "u1"))
-
-
-def head_major(cells):
-    return cells
-
-
-def token_major(cells):
-    return cells.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def kernel_split(cells):
-    blocks, heads, tokens, content = cells.shape
-    parts = cells.view(blocks, heads, 2, tokens // 2, content).transpose(1, 2)
-    return parts.reshape(blocks * 2, heads, tokens // 2, content)
-
-
-def kernel_split_token_major(cells):
-    return token_major(kernel_split(cells))
-
-
-def interleaved(cells):
-    """Another layer's page of the same size before each block."""
-    wide = torch.zeros(len(cells), 2, *cells.shape[1:], dtype=torch.uint8)
-    wide[:, 1] = cells
-    return wide[:, 1]
-
-
-LAYOUTS = [
-    head_major,
-    token_major,
-    kernel_split,
-    kernel_split_token_major,
-    interleaved,
-]
-
-SHAPES = {
-    "GQA": (4, 3, 16, 64),
-    "one head, several tiles": (4, 1, 16, 1152),
-    "chunks beyond 16K pieces": (4, 2, 64, 8 * 160),
-    "many heads": (4, 40, 4, 16),
-    "4-byte pieces": (4, 5, 6, 132),
-    "2-byte pieces": (4, 3, 10, 22),
-    "one piece": (4, 1, 2, 8),
-}
-
-ROWS = torch.tensor([[2, 0, 3, 1], [4096, 0, 12, 500_000], [0, 0, 0, 0]])
-
-
-def expected(cells, rows, layer=3, first_head=0):
-    data = cells.numpy()
-    return [
-        reference.block_sum({layer: data[b]}, first, first + valid, first_head)
-        for b, first, valid in rows.T.tolist()
-    ]
-
-
-def run(sum_layer, layer_view, rows):
-    out = torch.zeros(rows.shape[1], dtype=torch.int64)
-    sum_layer(layer_view, rows, out)
-    return [int(v) for v in out.numpy().view(np.uint64)]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_definitions_value(sum_layer, shape, layout):
     """Whole, partial and empty blocks."""
     cells = random_cells(*shape)
-    rows = ROWS.clone()
-    rows[2] = torch.tensor([shape[2], shape[2] - 1, 0, shape[2] // 2 + 1])
+    rows = rows_for(shape[2])
     assert run(sum_layer, view(cells, layout(cells)), rows) == expected(cells, rows)
 
 

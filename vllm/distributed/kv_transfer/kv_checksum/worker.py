@@ -25,6 +25,7 @@ from .checksum import (
 )
 from .groups import build_group, describe_group
 from .layout import GroupView, LayerView, Sharding, SkipGroup, TokenOrder
+from .rows import Part, build_rows
 from .torch_path import _MAX_GATHER_BYTES
 
 __all__ = [
@@ -40,16 +41,6 @@ _SumLayer = Callable[[LayerView, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass
-class _Part:
-    """Where one request's sums of one group lie in the copied buffer."""
-
-    req_id: str
-    group: GroupView
-    start: int
-    rows: slice
-
-
-@dataclass
 class _Pending:
     """Sums on their way to the host.
 
@@ -57,7 +48,7 @@ class _Pending:
     """
 
     record: KVChecksumRecord
-    parts: list[_Part]
+    parts: list[Part]
     host: torch.Tensor
     device: torch.Tensor
     event: Any = None
@@ -255,7 +246,7 @@ class KVChecksumWorker:
             num_tokens={req_id: b.num_tokens for req_id, b in work.items()},
             seqs={req_id: b.seq for req_id, b in work.items()},
         )
-        rows, segments, parts = _build_rows(self.groups, work)
+        rows, segments, parts = build_rows(self.groups, work)
         if not parts:
             return KVChecksumOutput([record])
         device_rows = torch_utils.async_tensor_h2d(
@@ -271,7 +262,7 @@ class KVChecksumWorker:
         return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
 
     def _copy_to_host(
-        self, record: KVChecksumRecord, parts: list[_Part], sums: torch.Tensor
+        self, record: KVChecksumRecord, parts: list[Part], sums: torch.Tensor
     ) -> _Pending:
         if self._copy_stream is None:
             return _Pending(record, parts, sums, sums)
@@ -301,49 +292,6 @@ def _sum_function(device: torch.device) -> _SumLayer:
         return kernels.sum_layer
     logger.warning("KV checksums are summed by PyTorch, slowly: Triton is missing")
     return torch_path.sum_layer
-
-
-def _build_rows(
-    groups: dict[int, GroupView], work: dict[str, KVChecksumBlocks]
-) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[_Part]]:
-    """Rows of all groups: int64 ``(3, n)`` of block id, first token, valid tokens.
-
-    Each group starts at an even column, so that reads of it stay 16-byte aligned.
-    """
-    tables: list[np.ndarray] = []
-    segments: list[tuple[GroupView, slice]] = []
-    parts: list[_Part] = []
-    at = 0
-    for group_id, group in groups.items():
-        found = [
-            (req_id, blocks.num_tokens, *blocks.groups[group_id])
-            for req_id, blocks in work.items()
-            if group_id in blocks.groups
-        ]
-        if not found:
-            continue
-        req_ids, num_tokens, starts, ids = zip(*found, strict=True)
-        lengths = np.array([len(i) for i in ids])
-        ends = lengths.cumsum()
-        total = int(ends[-1])
-        table: np.ndarray = np.zeros((3, total + total % 2), np.int64)
-        np.concatenate(ids, out=table[0, :total])
-        position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
-        first = np.multiply(position, group.block_size, out=table[1, :total])
-        valid = np.repeat(num_tokens, lengths) - first
-        np.clip(valid, 0, group.block_size, out=table[2, :total])
-        tables.append(table)
-        segments.append((group, slice(at, at + total)))
-        begins = (at + ends - lengths).tolist()
-        parts += [
-            _Part(req_id, group, start, slice(begin, begin + length))
-            for req_id, start, begin, length in zip(
-                req_ids, starts, begins, lengths.tolist(), strict=True
-            )
-        ]
-        at += table.shape[1]
-    rows = np.concatenate(tables, axis=1) if tables else np.zeros((3, 0), np.int64)
-    return rows, segments, parts
 
 
 def create_kv_checksum_worker(

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What checksums cost on the host: scheduler and worker code beside the GPU's work.
+
+Each step is printed in microseconds and as a multiple of one NumPy pass (an
+addition) over the request's 8-byte values.
+"""
+
+import argparse
+import json
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+from without_vllm import stand_in_for_vllm, vllm_is_installed  # noqa: E402
+
+stand_in_for_vllm()
+
+from vllm.distributed.kv_transfer.kv_checksum import payload, rows, verdict  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (  # noqa: E402
+    KVChecksumBlocks,
+    KVChecksumGroup,
+    KVChecksumRecord,
+    add_records,
+    replica_checks,
+)
+
+BLOCK_SIZE, WORKERS = 16, 8
+
+Step = tuple[str, str, Callable[[], Any]]
+
+
+def block_ids(number: int, seed: int = 0) -> list[int]:
+    return (1 + np.random.RandomState(seed).permutation(number)).tolist()
+
+
+def work_of(requests: int, tokens: int) -> dict[str, KVChecksumBlocks]:
+    number = tokens // BLOCK_SIZE
+    return {
+        f"request-{i}": KVChecksumBlocks(
+            tokens, {0: (0, np.array(block_ids(number, i)))}
+        )
+        for i in range(requests)
+    }
+
+
+def records_of(tokens: int, replicas: int) -> list[KVChecksumRecord]:
+    """What `WORKERS` workers report for one request."""
+    random = np.random.RandomState(1)
+    shape = (tokens // BLOCK_SIZE, 1)
+    return [
+        KVChecksumRecord(
+            0,
+            rank,
+            {
+                "r": {
+                    0: KVChecksumGroup(
+                        0,
+                        ((replicas, rank % replicas),),
+                        random.randint(0, 2**63, shape, np.uint64),
+                    )
+                }
+            },
+        )
+        for rank in range(WORKERS)
+    ]
+
+
+def steps_of_rows(requests: int, tokens: int) -> list[Step]:
+    group: Any = SimpleNamespace(block_size=BLOCK_SIZE, replica_keys=((1, 0),))
+    work = work_of(requests, tokens)
+    steps: list[Step] = [
+        ("P, D worker", "rows", lambda: rows.build_rows({0: group}, work)),
+        ("P, D", "pickle what workers are asked", lambda: pickle.dumps(work, 5)),
+    ]
+    if vllm_is_installed():
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        from vllm.distributed.kv_transfer.kv_checksum.blocks import transferred_blocks
+
+        spec = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
+        )
+        config = SimpleNamespace(
+            transfer_group_ids=[0],
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
+        )
+        ids = [[block_ids(tokens // BLOCK_SIZE, i)] for i in range(requests)]
+        steps.insert(
+            0,
+            (
+                "P, D scheduler",
+                "blocks of the request",
+                lambda: [transferred_blocks(config, i, 0, tokens) for i in ids],
+            ),
+        )
+    return steps
+
+
+def steps_of_sums(tokens: int) -> list[Step]:
+    """A request's end on P, and its verdict on D."""
+    parts, copies = records_of(tokens, 1), records_of(tokens, WORKERS)
+    values = replica_checks(add_records(parts, "r", 0))[0]
+    sent = payload.KVChecksumPayload(
+        tokens, WORKERS, {0: payload.GroupChecksums(1, BLOCK_SIZE, 0, values)}
+    )
+    text = payload.encode_text(sent)
+    received = payload.decode_text(text)
+
+    def judge(block_size: int, checks: list[np.ndarray]) -> Callable[[], Any]:
+        local = {0: verdict.LocalGroup(1, block_size, 0, checks)}
+        return lambda: verdict.judge(received, local, tokens)
+
+    pairs = values.reshape(-1, 2).sum(axis=1, dtype=np.uint64)
+    add = f"add the records of {WORKERS} workers"
+    return [
+        (
+            "P, D scheduler",
+            add,
+            lambda: replica_checks(add_records(parts, "r", 0)),
+        ),
+        (
+            "P, D scheduler",
+            f"{add}, each a replica",
+            lambda: replica_checks(add_records(copies, "r", 0)),
+        ),
+        ("P scheduler", "encode the payload", lambda: payload.encode_text(sent)),
+        ("D scheduler", "decode the payload", lambda: payload.decode_text(text)),
+        ("D scheduler", "compare", judge(BLOCK_SIZE, [values])),
+        ("D scheduler", f"compare {WORKERS} replicas", judge(16, [values] * WORKERS)),
+        ("D scheduler", "compare, block size 32 on D", judge(2 * BLOCK_SIZE, [pairs])),
+        ("D scheduler", "compare, every block differs", judge(16, [values + 1])),
+    ]
+
+
+def microseconds(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=30, metavar="N")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object at the end"
+    )
+    args = parser.parse_args()
+    results = []
+    for requests, tokens in ((1, 131072), (128, 1024)):
+        values = np.arange(requests * tokens // BLOCK_SIZE, dtype=np.uint64)
+        one_pass = microseconds(lambda v=values: v + v, args.repeats)  # type: ignore[misc]
+        print(
+            f"\n{requests} request(s) of {tokens} tokens, {len(values)} blocks;", end=""
+        )
+        print(f" one NumPy pass: {one_pass:.1f} us")
+        print(f"{'where':<16}{'what':<44}{'us':>9}{'passes':>9}")
+        steps = steps_of_rows(requests, tokens)
+        if requests == 1:
+            steps += steps_of_sums(tokens)
+        for where, what, run in steps:
+            took = microseconds(run, args.repeats)
+            print(f"{where:<16}{what:<44}{took:>9.1f}{took / one_pass:>9.1f}")
+            results.append(
+                {
+                    "requests": requests,
+                    "tokens": tokens,
+                    "where": where,
+                    "what": what,
+                    "us": took,
+                    "passes": took / one_pass,
+                }
+            )
+    if not vllm_is_installed():
+        print("\nnot run: blocks of the request (vLLM is not installed)")
+    if args.json:
+        print(json.dumps({"results": results}))
+
+
+if __name__ == "__main__":
+    main()

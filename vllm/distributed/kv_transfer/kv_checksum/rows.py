@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of one step: which blocks are summed, for all requests at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .checksum import KVChecksumBlocks
+from .layout import GroupView
+
+
+@dataclass
+class Part:
+    """Where one request's sums of one group lie in the copied buffer."""
+
+    req_id: str
+    group: GroupView
+    start: int
+    rows: slice
+
+
+def build_rows(
+    groups: Mapping[int, GroupView], work: Mapping[str, KVChecksumBlocks]
+) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[Part]]:
+    """Rows of all groups: int64 ``(3, n)`` of block id, first token, valid tokens.
+
+    Each group starts at an even column, so that reads of it stay 16-byte aligned.
+    """
+    tables: list[np.ndarray] = []
+    segments: list[tuple[GroupView, slice]] = []
+    parts: list[Part] = []
+    at = 0
+    for group_id, group in groups.items():
+        found = [
+            (req_id, blocks.num_tokens, *blocks.groups[group_id])
+            for req_id, blocks in work.items()
+            if group_id in blocks.groups
+        ]
+        if not found:
+            continue
+        req_ids, num_tokens, starts, ids = zip(*found, strict=True)
+        lengths = np.array([len(i) for i in ids])
+        ends = lengths.cumsum()
+        total = int(ends[-1])
+        table: np.ndarray = np.zeros((3, total + total % 2), np.int64)
+        np.concatenate(ids, out=table[0, :total])
+        position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
+        first = np.multiply(position, group.block_size, out=table[1, :total])
+        valid = np.repeat(num_tokens, lengths) - first
+        np.clip(valid, 0, group.block_size, out=table[2, :total])
+        tables.append(table)
+        segments.append((group, slice(at, at + total)))
+        begins = (at + ends - lengths).tolist()
+        parts += [
+            Part(req_id, group, start, slice(begin, begin + length))
+            for req_id, start, begin, length in zip(
+                req_ids, starts, begins, lengths.tolist(), strict=True
+            )
+        ]
+        at += table.shape[1]
+    rows = np.concatenate(tables, axis=1) if tables else np.zeros((3, 0), np.int64)
+    return rows, segments, parts
