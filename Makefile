@@ -3,13 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test lint demo clean
+.PHONY: help env unit test lint bench demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
 	@echo "make lint   ruff and mypy"
 	@echo "make unit   the tests that need no servers"
 	@echo "make test   every test, with real vLLM servers"
+	@echo "make bench  what the checks cost: summing KV, and the code on the host"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "make clean  remove $(VENV) and .rig"
 
@@ -27,6 +28,10 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
+
+bench: env
+	$(BIN)/python benchmarks/kernels/benchmark_kv_checksum.py
+	$(BIN)/python benchmarks/benchmark_kv_checksum_host.py
 
 demo: env
 	$(BIN)/python tests/e2e/demo.py
