@@ -76,6 +76,7 @@ def test_any_tp_size_and_conv_layout_gives_the_unsharded_value(name, tp, conv_la
     one = workers_of(family, conv_layout, 1)[0]
     assert workers[0].groups[0].fingerprint == one.groups[0].fingerprint
     assert not workers[0].groups[0].equal_tp
+    assert workers[0].groups[0].block_size == 1
 
 
 def test_conv_layouts_have_one_fingerprint(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils import torch_utils
 
 from . import torch_path
@@ -335,12 +336,14 @@ by writing single tokens with bf16 and float32 caches."""
 
 
 def _token_order(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> TokenOrder:
-    """Which layers CPU attention writes, and in which order."""
+    """Which layers' rows are not one token's bytes, and in which order they are."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     layers = vllm_config.compilation_config.static_forward_context
     transposed, unreadable = set(), {}
     for name, cache in kv_caches.items():
+        if reason := _indexer_problem(layers.get(name), cache):
+            unreadable[name] = reason
         backend = getattr(layers.get(name), "attn_backend", None)
         if backend is None or backend.get_name() != "CPU_ATTN":
             continue
@@ -352,3 +355,18 @@ def _token_order(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> Tok
                 f"CPU attention variant {isa!r} packs keys in its own order"
             )
     return TokenOrder(frozenset(transposed), unreadable)
+
+
+def _indexer_problem(layer: Any, cache: torch.Tensor) -> str | None:
+    """Why a sparse indexer's blocks are not values, then scales; None if they are."""
+    shuffled = getattr(layer, "uses_shuffled_layout", None)
+    if shuffled is None:
+        return None
+    # ROCm's writers shuffle the values also where the layer does not say so.
+    if shuffled or current_platform.is_rocm():
+        return "a sparse indexer whose values are shuffled"
+    # The order holds per kernel block; packed layouts show whole blocks here.
+    bound = layer.kv_cache
+    if bound.dim() == 3 and bound.shape[1] != cache.shape[2]:
+        return "a sparse indexer whose kernel blocks are not those of the cache"
+    return None
