@@ -18,7 +18,8 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rig.model import tiny_qwen3  # noqa: E402
-from rig.servers import Server, prefill_decode, serving  # noqa: E402
+from rig.routing import prefill_decode  # noqa: E402
+from rig.servers import Server, serving  # noqa: E402
 
 from e2e import pairs  # noqa: E402
 

@@ -10,7 +10,8 @@ import contextlib
 import httpx
 import pytest
 from rig.model import tiny_qwen3
-from rig.servers import fork_server, prefill, prefill_decode, serving
+from rig.routing import prefill, prefill_decode
+from rig.servers import fork_server, serving
 
 from e2e import pairs
 

@@ -47,6 +47,7 @@ IMPORTS = (
     "vllm.model_executor.models.qwen3",
     "transformers.models.auto",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector",
 )
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -41,9 +40,20 @@ ENVIRONMENT = {
     "UCX_TLS": "tcp,self,sm",
     "VLLM_HOST_IP": HOST,
     "GLOO_SOCKET_IFNAME": "lo",
+    "MC_FORCE_TCP": "1",
     "PYTHONHASHSEED": "0",
     "VLLM_CACHE_ROOT": str(CACHE / "vllm-cache"),
 }
+
+NIXL = {"kv_buffer_device": "cpu"}
+CONNECTOR_CONFIG: dict[str, dict[str, Any]] = {
+    "NixlConnector": NIXL,
+    "NixlPushConnector": NIXL,
+    "MooncakeConnector": {
+        "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+    },
+}
+"""What a connector needs in ``--kv-transfer-config`` on a machine without a GPU."""
 
 _given_ports: set[int] = set()
 _running: list[Server] = []
@@ -70,9 +80,9 @@ class Server:
     """One vLLM instance.
 
     ``role`` is ``kv_producer``, ``kv_consumer``, ``kv_both``, or None for an instance without a connector.
-    ``transfer`` adds to or overrides the keys of ``--kv-transfer-config``; ``args`` and ``env`` add to the
-    command line and the environment. With ``fork_server`` the process is forked from it, which starts faster;
-    without, it is a plain ``vllm serve``.
+    ``transfer`` adds to or overrides the keys of ``--kv-transfer-config``, where ``kv_connector`` may name a class that
+    wraps ``connector``; ``args`` and ``env`` add to the command line and the environment. With ``fork_server`` the
+    process is forked from it, which starts faster; without, it is a plain ``vllm serve``.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class Server:
         connector: str = "NixlConnector",
         transfer: Mapping[str, Any] | None = None,
         tp: int = 1,
+        pp: int = 1,
         block_size: int = 32,
         dtype: str = "bfloat16",
         args: Sequence[str] = (),
@@ -92,11 +103,13 @@ class Server:
         log_dir: Path = CACHE / "logs",
         fork_server: ForkServer | None = None,
     ) -> None:
-        self.name, self.role, self.model, self.tp = name, role, model, tp
+        self.name, self.role, self.model = name, role, model
+        self.tp, self.pp = tp, pp
         self.connector, self.transfer = connector, dict(transfer or {})
         self.block_size, self.dtype, self.args = block_size, dtype, tuple(args)
         self.env = dict(env or {})
         self.port = port or free_port()
+        self.bootstrap_port = free_port()
         self.log = log_dir / f"{name}.log"
         self.ready_s: float | None = None
         self._fork_server = fork_server
@@ -127,23 +140,28 @@ class Server:
             "--enable-prompt-tokens-details",
         ]
         line += ["--block-size", str(self.block_size), "--dtype", self.dtype]
-        if self.tp > 1:
-            line += [
-                "--tensor-parallel-size",
-                str(self.tp),
-                "--distributed-executor-backend",
-                "mp",
-            ]
+        for option, size in (("tensor", self.tp), ("pipeline", self.pp)):
+            if size > 1:
+                line += [f"--{option}-parallel-size", str(size)]
+        if self.tp * self.pp > 1:
+            line += ["--distributed-executor-backend", "mp"]
         if self.role is not None:
-            config = {
-                "kv_connector": self.connector,
-                "kv_role": self.role,
-                "kv_buffer_device": "cpu",
-                **self.transfer,
-            }
-            kept = {key: value for key, value in config.items() if value is not None}
-            line += ["--kv-transfer-config", json.dumps(kept)]
+            line += ["--kv-transfer-config", json.dumps(self.transfer_config())]
         return [*line, *self.args]
+
+    def transfer_config(self) -> dict[str, Any]:
+        """Return ``--kv-transfer-config``; the connector's own extra configuration is kept beside the caller's."""
+        needs = CONNECTOR_CONFIG.get(self.connector, {})
+        config = {
+            "kv_connector": self.connector,
+            "kv_role": self.role,
+            **needs,
+            **self.transfer,
+        }
+        extra = "kv_connector_extra_config"
+        if extra in config:
+            config[extra] = {**needs.get(extra, {}), **self.transfer.get(extra, {})}
+        return {key: value for key, value in config.items() if value is not None}
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the process."""
@@ -154,9 +172,10 @@ class Server:
         }
         ports = {
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(free_port()),
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.bootstrap_port),
         }
-        single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if self.tp == 1 else {}
+        alone = self.tp * self.pp == 1
+        single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {}
         return {**inherited, **ENVIRONMENT, **ports, **single, **self.env}
 
     def start(self) -> Server:
@@ -333,38 +352,6 @@ def stop_all(servers: Sequence[Server] | None = None) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def prefill(
-    p: Server, prompt: str | Sequence[int], *, request_id: str, **body: Any
-) -> dict[str, Any]:
-    """Do the prefill half of a request as a router does; return the transfer parameters for the decode half."""
-    remote = dict.fromkeys(
-        ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-    )
-    params = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
-    answer = (
-        p.completions(prompt, 1, params, request_id=request_id, **body)
-        .raise_for_status()
-        .json()
-    )
-    received: dict[str, Any] = answer["kv_transfer_params"]
-    return received
-
-
-def prefill_decode(
-    p: Server,
-    d: Server,
-    prompt: str | Sequence[int],
-    max_tokens: int,
-    *,
-    request_id: str | None = None,
-    **body: Any,
-) -> httpx.Response:
-    """Prefill on ``p``, hand everything it returned to ``d``, and return ``d``'s response, whatever its status."""
-    shared = request_id or str(uuid.uuid4())
-    params = prefill(p, prompt, request_id=shared)
-    return d.completions(prompt, max_tokens, params, request_id=shared, **body)
 
 
 def _watch_signals() -> None:

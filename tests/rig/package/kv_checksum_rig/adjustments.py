@@ -4,7 +4,8 @@ vLLM calls ``apply`` in every process (its plugin group ``vllm.general_plugins``
 the module it changes to be imported, so that nothing is loaded earlier than vLLM itself loads it.
 ``KV_CHECKSUM_RIG_ADJUST=0`` in the environment turns all of them off.
 
-None of them touches what a KV transfer carries: they only lower the idle load of a small machine.
+None of them touches what a KV transfer carries: they lower the idle load of a small machine, and answer a
+question about a device that is not there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def apply() -> None:
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
     on_import(
         "vllm.distributed.device_communicators.shm_broadcast", no_broadcast_busy_loop
+    )
+    on_import(
+        "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector",
+        device_zero_without_accelerator,
     )
 
 
@@ -64,3 +69,14 @@ def no_broadcast_busy_loop(module: ModuleType) -> None:
             "kv-checksum-rig: SpinCondition no longer ends in busy_loop_s; revise the adjustment"
         )
     init.__defaults__ = (*init.__defaults__[:-1], BROADCAST_BUSY_LOOP_S)
+
+
+def device_zero_without_accelerator(module: ModuleType) -> None:
+    """Let Mooncake's connector ask for the current accelerator where there is none.
+
+    Its worker calls ``torch.accelerator.current_device_index()`` first of all, which raises on a machine without
+    an accelerator, and binds threads to the answer: 0 is what every CPU tensor says too.
+    """
+    torch: Any = module.torch  # type: ignore[attr-defined]
+    if not torch.accelerator.is_available():
+        torch.accelerator.current_device_index = lambda: 0

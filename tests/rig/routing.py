@@ -1,0 +1,90 @@
+"""What a router does between P and D, per connector: who is asked when, and with which parameters."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from rig.servers import HOST, Server
+
+Prompt = str | Sequence[int]
+Params = dict[str, Any]
+
+
+def prefill(p: Server, prompt: Prompt, *, request_id: str, **body: Any) -> Params:
+    """Do the prefill half of a NIXL request; return the transfer parameters for the decode half."""
+    remote = dict.fromkeys(
+        ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+    )
+    params = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
+    answer = (
+        p.completions(prompt, 1, params, request_id=request_id, **body)
+        .raise_for_status()
+        .json()
+    )
+    received: Params = answer["kv_transfer_params"]
+    return received
+
+
+def prefill_decode(
+    p: Server,
+    d: Server,
+    prompt: Prompt,
+    max_tokens: int,
+    *,
+    request_id: str | None = None,
+    **body: Any,
+) -> httpx.Response:
+    """Prefill on ``p``, decode on ``d`` as ``p``'s connector wants it; return ``d``'s response, whatever its status."""
+    shared = request_id or str(uuid.uuid4())
+    route = _at_once if p.connector == "MooncakeConnector" else _one_by_one
+    return route(p, d, prompt, max_tokens, shared, body)
+
+
+def _one_by_one(
+    p: Server, d: Server, prompt: Prompt, max_tokens: int, shared: str, body: Params
+) -> httpx.Response:
+    """NIXL: hand everything that P returned to D. Push mode matches the two by their equal X-Request-Id."""
+    params = prefill(p, prompt, request_id=shared)
+    return d.completions(prompt, max_tokens, params, request_id=shared, **body)
+
+
+def _at_once(
+    p: Server, d: Server, prompt: Prompt, max_tokens: int, shared: str, body: Params
+) -> httpx.Response:
+    """Mooncake: ask P and D at the same time, with one transfer id; P's bootstrap server tells its engine id."""
+    transfer = {"transfer_id": f"xfer-{shared}"}
+    answers: list[httpx.Response] = []
+    ask_p = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
+    prefilling = threading.Thread(
+        target=lambda: answers.append(
+            p.completions(prompt, 1, ask_p, request_id=shared)
+        )
+    )
+    ask_d = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_bootstrap_addr": f"http://{HOST}:{p.bootstrap_port}",
+        "remote_engine_id": mooncake_engine_id(p),
+        **transfer,
+    }
+    prefilling.start()
+    try:
+        answer = d.completions(prompt, max_tokens, ask_d, request_id=shared, **body)
+    finally:
+        prefilling.join()
+    for answered in answers:
+        answered.raise_for_status()
+    return answer
+
+
+def mooncake_engine_id(p: Server) -> str:
+    """Return the engine id under which P's Mooncake workers are registered with its bootstrap server."""
+    url = f"http://{HOST}:{p.bootstrap_port}/query"
+    page = httpx.get(url, trust_env=False, timeout=10).raise_for_status().json()
+    found: str = page["0"]["engine_id"]
+    return found
