@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 from rig.servers import Server
 
-DRILL = {
-    "connector": "KVChecksumFaultDrill",
-    "module": "vllm.distributed.kv_transfer.kv_checksum.fault_drill",
-    "faults": {"flip-": "bit_flip", "lost-": "lost_payload"},
+DRILL = "vllm.distributed.kv_transfer.kv_checksum.fault_drill"
+
+CONNECTORS = {
+    "nixl_pull": "NixlConnector",
+    "nixl_push": "NixlPushConnector",
+    "mooncake": "MooncakeConnector",
 }
+"""By the names under which tests and the demo know them."""
+
+FAULTS = {"flip-": "bit_flip", "lost-": "lost_payload"}
+"""Which loads a drilled consumer damages, by the beginning of the request id."""
 
 MODES: dict[str, dict[str, Any]] = {
     "fail-open": {},
@@ -28,35 +34,36 @@ LENGTHS = (1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 96, 100, 128, 200, 256, 300, 400
 LENGTHS += (512, 700, 900, 1024, 1200, 1500)
 
 
-def producer(name: str, model: Any, **kwargs: Any) -> Server:
-    """A prefill instance with checksums on."""
-    return Server(
-        name,
-        "kv_producer",
-        model=model,
-        transfer={"enable_kv_checksum": True},
-        **kwargs,
-    )
+def producer(name: str, model: Any, *, on: bool = True, **kwargs: Any) -> Server:
+    """A prefill instance, with checksums unless switched off."""
+    transfer = {"enable_kv_checksum": True} if on else {}
+    return Server(name, "kv_producer", model=model, transfer=transfer, **kwargs)
 
 
 def consumer(
-    name: str, model: Any, mode: str, *, drill: bool = True, **kwargs: Any
+    name: str,
+    model: Any,
+    mode: str,
+    *,
+    drill: bool = True,
+    faults: Mapping[str, Any] = FAULTS,
+    **kwargs: Any,
 ) -> Server:
     """A decode instance with checksums on, in one of `MODES`.
 
-    With `drill`, its connector damages the loads of request ids that start with
-    ``flip-`` or ``lost-``.
+    With `drill`, its connector damages the loads that `faults` names.
     """
+    connector = kwargs.setdefault("connector", CONNECTORS["nixl_pull"])
     transfer: dict[str, Any] = {"enable_kv_checksum": True, **MODES[mode]}
     if drill:
-        kwargs["connector"] = DRILL["connector"]
-        transfer["kv_connector_module_path"] = DRILL["module"]
-        transfer["kv_connector_extra_config"] = {
-            "kv_checksum_fault_drill": {
-                "damage_kv_on_purpose": True,
-                "faults": DRILL["faults"],
-            }
+        options = {
+            "damage_kv_on_purpose": True,
+            "connector": connector,
+            "faults": dict(faults),
         }
+        transfer["kv_connector"] = "KVChecksumFaultDrill"
+        transfer["kv_connector_module_path"] = DRILL
+        transfer["kv_connector_extra_config"] = {"kv_checksum_fault_drill": options}
     return Server(name, "kv_consumer", model=model, transfer=transfer, **kwargs)
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings, refusals, counters and the drill's opt-in."""
+"""Settings, refusals and counters."""
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import kv_checksum_instances as rig
 import prometheus_client
@@ -12,7 +11,6 @@ from vllm.config import KVTransferConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumProm
-from vllm.distributed.kv_transfer.kv_checksum.fault_drill import drill_faults
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 
@@ -90,20 +88,3 @@ def test_counters_have_fixed_labels():
     for reason in Unverified:
         value = registry.get_sample_value(name, {**base, "reason": reason.value})
         assert value == (reason is Unverified.NO_PAYLOAD)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"damage_kv_on_purpose": False}, {"damage_kv_on_purpose": "true"}, None],
-)
-def test_the_drill_needs_its_opt_in(options):
-    with pytest.raises(ValueError, match="damage_kv_on_purpose"):
-        drill_faults({"kv_checksum_fault_drill": options})
-
-
-def test_the_drill_knows_its_faults():
-    good = {"damage_kv_on_purpose": True, "faults": {"x": "bit_flip"}}
-    assert drill_faults({"kv_checksum_fault_drill": good}) == {"x": "bit_flip"}
-    bad = SimpleNamespace(faults={"x": "melt"}, damage_kv_on_purpose=True)
-    with pytest.raises(ValueError, match="melt.*bit_flip"):
-        drill_faults({"kv_checksum_fault_drill": vars(bad)})

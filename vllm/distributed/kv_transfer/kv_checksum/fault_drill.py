@@ -1,43 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A NIXL pull connector that damages chosen loads, to try alarms before they count.
+"""A connector that damages chosen loads, to try alarms before they count.
 
-Never for production. Loaded with ``"kv_connector": "KVChecksumFaultDrill"`` and
-``"kv_connector_module_path":
-"vllm.distributed.kv_transfer.kv_checksum.fault_drill"``; starts only with an
-opt-in in ``kv_connector_extra_config``::
+Never for production. It is the connector that it wraps, except that loads which
+a fault is set for are damaged after they finished and before they are checked::
 
-    {"kv_checksum_fault_drill": {"damage_kv_on_purpose": true,
-                                 "faults": {"drill-flip": "bit_flip",
-                                            "drill-lost": "lost_payload"}}}
+    {"kv_connector": "KVChecksumFaultDrill",
+     "kv_connector_module_path":
+         "vllm.distributed.kv_transfer.kv_checksum.fault_drill",
+     "kv_connector_extra_config": {"kv_checksum_fault_drill": {
+         "damage_kv_on_purpose": true,
+         "connector": "NixlPushConnector",
+         "faults": {"drill-flip": "bit_flip",
+                    "drill-": {"kind": "stale_block", "blocks": 3},
+                    "": {"kind": "lost_payload", "probability": 0.001}}}}}
 
-`faults` maps a prefix of the client's request id (``X-Request-Id``) to a fault:
-``bit_flip`` turns over one bit of one loaded block after its transfer,
-``lost_payload`` drops the checksums that came with the request.
+`connector` names the wrapped connector (`connector_module_path` where it stands in
+no registry). `faults` maps prefixes of the client's request id (``X-Request-Id``;
+the first that fits counts, "" fits all) to a kind of damage (`fault_damage` has
+them all) or to a `Fault`'s settings. Two things differ from the wrapped connector:
+its transfer statistics are not collected, and vLLM does not recognize it by name
+(NIXL with Mamba layers on CPU: set ``VLLM_SSM_CONV_STATE_LAYOUT=DS`` yourself).
 """
 
+import base64
+import binascii
+import functools
+import importlib
+import random
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
-    NixlPullConnector,
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
 
+from .blocks import transferred_blocks
+from .checksum import KVChecksumBlocks
+from .fault_damage import (
+    KINDS,
+    PAYLOAD_KINDS,
+    LayerCache,
+    LoadedBlocks,
+    NotApplicable,
+    damage_payload,
+    inflict,
+)
 from .scheduler import KV_TRANSFER_PARAMS_KEY
+from .worker import _token_order
 
 logger = init_logger(__name__)
 
-FAULTS = ("bit_flip", "lost_payload")
-
 _OPTION = "kv_checksum_fault_drill"
+_SAYS = "KV CHECKSUM FAULT DRILL"
 
 
-def drill_faults(extra_config: dict[str, Any]) -> dict[str, str]:
-    """The configured faults by request id prefix.
+@dataclass(frozen=True)
+class Fault:
+    """What is done to the loads of one prefix.
+
+    Attributes:
+        kind: a kind of `fault_damage.KINDS` or `PAYLOAD_KINDS`.
+        probability: share of the loads that are damaged.
+        group: the KV cache group that is damaged; None: the first one loaded.
+        blocks: how many blocks, for kinds that damage single blocks.
+        tp_rank: the one TP rank that damages its part; None: all of them.
+    """
+
+    kind: str
+    probability: float = 1.0
+    group: int | None = None
+    blocks: int = 1
+    tp_rank: int | None = None
+
+
+@dataclass
+class _Order:
+    """A load to damage: travels from the scheduler to the workers."""
+
+    fault: Fault
+    loaded: KVChecksumBlocks
+    others: dict[int, list[int]]
+
+
+def drill_options(extra_config: dict[str, Any]) -> dict[str, Any]:
+    """The drill's options, checked.
 
     Raises:
-        ValueError: no opt-in, or faults that do not exist.
+        ValueError: no opt-in, or no connector to wrap.
     """
     options = extra_config.get(_OPTION)
     if not isinstance(options, dict) or options.get("damage_kv_on_purpose") is not True:
@@ -46,70 +100,262 @@ def drill_faults(extra_config: dict[str, Any]) -> dict[str, str]:
             f'kv_connector_extra_config["{_OPTION}"]["damage_kv_on_purpose"] to true, '
             "or use another kv_connector"
         )
-    faults = options.get("faults") or {}
-    unknown = sorted(set(faults.values()) - set(FAULTS))
-    if unknown:
-        raise ValueError(f"unknown faults {unknown} in {_OPTION}; known: {FAULTS}")
-    return dict(faults)
+    if not isinstance(options.get("connector"), str):
+        raise ValueError(
+            f'kv_connector_extra_config["{_OPTION}"]["connector"] must name the '
+            "connector that the KV checksum fault drill wraps"
+        )
+    return options
 
 
-class KVChecksumFaultDrill(NixlPullConnector):
-    """See the module's docstring."""
+def drill_faults(options: dict[str, Any]) -> dict[str, Fault]:
+    """The configured faults by request id prefix.
+
+    Raises:
+        ValueError: a fault or a setting that does not exist, or a bad value.
+    """
+    faults = {}
+    known = {f.name for f in fields(Fault)}
+    for prefix, given in (options.get("faults") or {}).items():
+        settings = {"kind": given} if isinstance(given, str) else dict(given)
+        kind = settings.get("kind")
+        if kind not in KINDS and kind not in PAYLOAD_KINDS:
+            raise ValueError(
+                f"unknown fault {kind!r} in {_OPTION}; known: "
+                f"{', '.join([*KINDS, *PAYLOAD_KINDS])}"
+            )
+        if set(settings) - known:
+            raise ValueError(
+                f"unknown settings {sorted(set(settings) - known)} of fault "
+                f"{prefix!r} in {_OPTION}; known: {', '.join(sorted(known))}"
+            )
+        fault = Fault(**settings)
+        if not 0 <= fault.probability <= 1 or fault.blocks < 1:
+            raise ValueError(
+                f"fault {prefix!r} in {_OPTION}: probability must lie in 0..1 and "
+                "blocks be at least 1"
+            )
+        faults[prefix] = fault
+    return faults
+
+
+def wrapped_connector(transfer_config: Any) -> Any:
+    """The class of the connector that a `KVTransferConfig` has the drill wrap."""
+    options = drill_options(transfer_config.kv_connector_extra_config)
+    path = options.get("connector_module_path")
+    if path is None:
+        real = KVConnectorFactory.get_connector_class_by_name(options["connector"])
+    else:
+        real = getattr(importlib.import_module(path), options["connector"])
+    if not issubclass(real, KVConnectorBase_V1) or not issubclass(real, SupportsHMA):
+        raise ValueError(
+            f"the KV checksum fault drill cannot wrap {options['connector']}, which "
+            "does not support vLLM's hybrid memory allocator"
+        )
+    return real
+
+
+@functools.cache
+def _drilled(real: Any) -> type["KVChecksumFaultDrill"]:
+    """`real` with the drill's methods before its own."""
+    return type(
+        f"KVChecksumFaultDrill_{real.__name__}", (KVChecksumFaultDrill, real), {}
+    )
+
+
+class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
+    """See the module's docstring. An instance's class also derives from the
+    wrapped connector's, which does whatever is not defined here."""
+
+    def __new__(
+        cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any
+    ) -> "KVChecksumFaultDrill":
+        return object.__new__(
+            _drilled(wrapped_connector(vllm_config.kv_transfer_config))
+        )
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        self._faults = drill_faults(
+        options = drill_options(
             vllm_config.kv_transfer_config.kv_connector_extra_config
         )
+        self._faults = drill_faults(options)
+        # Scheduler: tokens held locally, the last load's blocks, this step's orders.
+        self._num_local: dict[str, int] = {}
+        self._last_loaded: dict[int, list[int]] = {}
+        self._new_orders: dict[str, _Order] = {}
+        # Worker: orders of loads in progress, layers by KV cache group.
+        self._orders: dict[str, _Order] = {}
+        self._layers: dict[int, list[LayerCache]] = {}
+        self._last_payload: bytes | None = None
         super().__init__(vllm_config, role, kv_cache_config)
-        self._caches: dict[str, torch.Tensor] = {}
-        self._loading: dict[str, int] = {}
-        logger.warning("KV CHECKSUM FAULT DRILL is on: %s", self._faults)
+        logger.warning("%s is on for %s: %s", _SAYS, options["connector"], self._faults)
 
-    def _fault(self, req_id: str) -> str | None:
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        real = wrapped_connector(vllm_config.kv_transfer_config)
+        return real.get_required_kvcache_layout(vllm_config)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        real = wrapped_connector(kv_transfer_config)
+        return real.supports_sleep_mode(kv_transfer_config)
+
+    def get_kv_connector_stats(self) -> None:
+        """None: vLLM rebuilds statistics by the connector's class, without its
+        configuration, and so cannot know what is wrapped here."""
+        return None
+
+    # ---- scheduler side
+
+    def _fault(self, req_id: str) -> Fault | None:
         client_id = req_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
         for prefix, fault in self._faults.items():
             if client_id.startswith(prefix):
-                return fault
+                return fault if random.random() < fault.probability else None
         return None
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._num_local[request.request_id] = num_computed_tokens
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        first = self._num_local.pop(request.request_id, 0)
+        if num_external_tokens <= 0:
+            return
+        loaded = transferred_blocks(
+            self._kv_cache_config,
+            blocks.get_block_ids(),
+            first,
+            first + num_external_tokens,
+        ).blocks
+        others = self._last_loaded
+        self._last_loaded = {g: list(ids) for g, (_, ids) in loaded.groups.items()}
+        fault = self._fault(request.request_id)
+        if fault is not None:
+            self._new_orders[request.request_id] = _Order(fault, loaded, others)
         params = request.kv_transfer_params or {}
-        if self._fault(request.request_id) == "lost_payload" and params.pop(
-            KV_TRANSFER_PARAMS_KEY, None
-        ):
-            logger.warning(
-                "KV CHECKSUM FAULT DRILL dropped the payload of %s", request.request_id
-            )
+        text = params.get(KV_TRANSFER_PARAMS_KEY)
+        if text is not None:
+            self._damage_text(request.request_id, fault, params, text)
+
+    def _damage_text(
+        self, req_id: str, fault: Fault | None, params: dict[str, Any], text: Any
+    ) -> None:
+        try:
+            payload = base64.b64decode(text, validate=True)
+        except (TypeError, ValueError, binascii.Error):
+            return  # no payload of ours: what arrived is left as it is
+        damaged = self._damaged(req_id, fault, payload)
+        if damaged is None:
+            del params[KV_TRANSFER_PARAMS_KEY]
+        else:
+            params[KV_TRANSFER_PARAMS_KEY] = base64.b64encode(damaged).decode("ascii")
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        if self._new_orders:
+            meta.kv_checksum_fault_drill, self._new_orders = self._new_orders, {}
+        return meta
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._num_local.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
+
+    # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._caches = kv_caches
+        transposed = _token_order(self._vllm_config, kv_caches).transposed_keys
+        num_blocks = self._kv_cache_config.num_blocks
+        for group_id in self._kv_cache_config.transfer_group_ids:
+            # A cache shared by several layers stands here once.
+            layers = {
+                kv_caches[name].data_ptr(): LayerCache(
+                    kv_caches[name], num_blocks, name in transposed
+                )
+                for name in self._kv_cache_config.kv_cache_groups[group_id].layer_names
+                if name in kv_caches
+            }
+            self._layers[group_id] = list(layers.values())
         super().register_kv_caches(kv_caches)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for req_id, meta in self._connector_metadata.reqs_to_recv.items():
-            ids = [block for group in meta.local_block_ids for block in group]
-            if self._fault(req_id) == "bit_flip" and ids:
-                self._loading[req_id] = ids[0]
-        super().start_load_kv(forward_context, **kwargs)
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._orders.update(getattr(connector_metadata, "kv_checksum_fault_drill", {}))
+        super().bind_connector_metadata(connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
+        payloads = getattr(results, "kv_checksums", None) or {}
+        for req_id, payload in list(payloads.items()):
+            order = self._orders.get(req_id)
+            fault = order.fault if order is not None else None
+            damaged = self._damaged(req_id, fault, payload)
+            if damaged is None:
+                del payloads[req_id]
+            else:
+                payloads[req_id] = damaged
         for req_id in results.finished_recving:
-            block = self._loading.pop(req_id, None)
-            if block is None or req_id in results.failed_recving:
-                continue
-            name, cache = next(iter(self._caches.items()))
-            ratio = cache.shape[0] // self._kv_cache_config.num_blocks
-            cell = cache[block * ratio].view(torch.uint8)
-            # The top bits of a float: a damage that shows in the answer.
-            cell[0, 0, cache.element_size() - 1] ^= 0x40
-            logger.warning(
-                "KV CHECKSUM FAULT DRILL flipped one bit of block %d in %s of %s",
-                block,
-                name,
-                req_id,
-            )
+            order = self._orders.pop(req_id, None)
+            if order is not None and req_id not in results.failed_recving:
+                self._damage_kv(req_id, order)
+        for req_id in finished_req_ids:
+            self._orders.pop(req_id, None)
         return results
+
+    # ---- damage
+
+    def _damage_kv(self, req_id: str, order: _Order) -> None:
+        fault = order.fault
+        if fault.kind not in KINDS or not self._is_rank(fault.tp_rank):
+            return
+        group = fault.group
+        if group is None:
+            group = min(order.loaded.groups, default=0)
+        start, ids = order.loaded.groups.get(group, (0, []))
+        load = LoadedBlocks(
+            self._layers.get(group, []),
+            list(ids),
+            start,
+            order.loaded.num_tokens,
+            [i for i in order.others.get(group, []) if i not in ids],
+            fault.blocks,
+        )
+        try:
+            inflict(fault.kind, load)
+        except NotApplicable as why:
+            logger.warning("%s left %s as it is: %s", _SAYS, req_id, why)
+            return
+        logger.warning(
+            "%s: %s in KV cache group %d, blocks from %d, of %s",
+            _SAYS,
+            fault.kind,
+            group,
+            ids[0],
+            req_id,
+        )
+
+    def _is_rank(self, tp_rank: int | None) -> bool:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return tp_rank is None or tp_rank == get_tp_group().rank_in_group
+
+    def _damaged(
+        self, req_id: str, fault: Fault | None, payload: bytes
+    ) -> bytes | None:
+        """What is handed on instead of `payload`; None for nothing."""
+        other, self._last_payload = self._last_payload, payload
+        if fault is None or fault.kind not in PAYLOAD_KINDS:
+            return payload
+        try:
+            damaged = damage_payload(fault.kind, payload, other)
+        except NotApplicable as why:
+            logger.warning("%s left %s as it is: %s", _SAYS, req_id, why)
+            return payload
+        logger.warning("%s: %s of %s", _SAYS, fault.kind, req_id)
+        return damaged
