@@ -84,10 +84,10 @@ def paths(device: str) -> dict[str, Callable[..., None]]:
     if device == "cpu":
         from vllm.distributed.kv_transfer.kv_checksum import cpu_path
 
-        return {"numba": cpu_path.sum_layer, "torch": torch_path.sum_layer}
+        return {"numba": cpu_path.prepare, "torch": torch_path.prepare}
     from vllm.distributed.kv_transfer.kv_checksum import kernels
 
-    return {"triton": kernels.sum_layer, "torch": torch_path.sum_layer}
+    return {"triton": kernels.prepare, "torch": torch_path.prepare}
 
 
 def other_checksums(data: Any) -> dict[str, Callable[[], Any]]:
@@ -118,11 +118,12 @@ def measure(
     num_bytes = number * shape.block_bytes
     runs: dict[str, Callable[[], Any]] = {}
     sums = {}
-    for name, sum_layer in paths(device).items():
+    for name, prepare in paths(device).items():
         out = torch.zeros(number, dtype=torch.int64, device=device)
-        sum_layer(layer, rows, out)
+        sum_rows = prepare([layer])
+        sum_rows(rows, out)
         sums[name] = out.clone()
-        runs[name] = lambda f=sum_layer, o=out: f(layer, rows, o)  # type: ignore[misc]
+        runs[name] = lambda f=sum_rows, o=out: f(rows, o)  # type: ignore[misc]
     fast, *others = sums
     for name in others:
         if not torch.equal(sums[fast], sums[name]):

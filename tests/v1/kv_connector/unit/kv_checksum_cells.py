@@ -92,7 +92,8 @@ def expected(cells, rows, layer=3, first_head=0):
     ]
 
 
-def run(sum_layer, layer_view, rows):
+def run(prepare, layers, rows):
+    """Sums of `layers` together, by what `prepare` makes."""
     out = torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
-    sum_layer(layer_view, rows, out)
+    prepare(layers)(rows, out)
     return [int(v) for v in out.cpu().numpy().view(np.uint64)]

@@ -59,7 +59,7 @@ def rows_for(start: int, blocks: int, block_size: int, num_tokens: int) -> torch
 def torch_sums(case_layers: dict[int, np.ndarray], rows: torch.Tensor) -> list[int]:
     out = torch.zeros(rows.shape[1], dtype=torch.int64)
     for layer, blocks in case_layers.items():
-        torch_path.sum_layer(view_of(blocks, layer), rows, out)
+        torch_path.prepare([view_of(blocks, layer)])(rows, out)
     return [int(v) for v in out.numpy().view(np.uint64)]
 
 
@@ -96,7 +96,7 @@ def test_transient_memory_is_bounded():
     rows = rows_for(0, 64, 16, 64 * 16).repeat(1, 100)
     out = torch.zeros(rows.shape[1], dtype=torch.int64)
     with torch.profiler.profile(profile_memory=True) as profile:
-        torch_path.sum_layer(view, rows, out)
+        torch_path.prepare([view])(rows, out)
     alive = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":

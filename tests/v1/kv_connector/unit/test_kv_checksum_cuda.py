@@ -31,14 +31,14 @@ from vllm.distributed.kv_transfer.kv_checksum import kernels, torch_path  # noqa
 needs_vllm = pytest.mark.skipif(not vllm_is_installed(), reason="needs vLLM")
 
 
-@pytest.mark.parametrize("sum_layer", [kernels.sum_layer, torch_path.sum_layer])
+@pytest.mark.parametrize("prepare", [kernels.prepare, torch_path.prepare])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_the_definitions_value(sum_layer, shape, layout):
+def test_the_definitions_value(prepare, shape, layout):
     cells = random_cells(*shape)
     layer_view = view(cells, layout(cells.cuda()))
     rows = rows_for(shape[2])
-    assert run(sum_layer, layer_view, rows.cuda()) == expected(cells, rows)
+    assert run(prepare, [layer_view], rows.cuda()) == expected(cells, rows)
 
 
 @pytest.fixture

@@ -23,36 +23,36 @@ from vllm.distributed.kv_transfer.kv_checksum import cpu_path, kernels, torch_pa
 from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView
 
 IMPLEMENTATIONS = {
-    "torch": torch_path.sum_layer,
-    "numba": cpu_path.sum_layer,
-    "triton": kernels.sum_layer,
+    "torch": torch_path.prepare,
+    "numba": cpu_path.prepare,
+    "triton": kernels.prepare,
 }
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def sum_layer(request):
+def prepare(request):
     return IMPLEMENTATIONS[request.param]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_the_definitions_value(sum_layer, shape, layout):
+def test_the_definitions_value(prepare, shape, layout):
     """Whole, partial and empty blocks."""
     cells = random_cells(*shape)
     rows = rows_for(shape[2])
-    assert run(sum_layer, view(cells, layout(cells)), rows) == expected(cells, rows)
+    assert run(prepare, [view(cells, layout(cells))], rows) == expected(cells, rows)
 
 
-def test_large_factors(sum_layer):
+def test_large_factors(prepare):
     cells = random_cells(4, 2, 16, 32)
     rows = ROWS.clone()
     rows[2] = 16
     big = dict(layer=2**20, first_head=2**16 - 2)
-    got = run(sum_layer, view(cells, cells, **big), rows)
+    got = run(prepare, [view(cells, cells, **big)], rows)
     assert got == expected(cells, rows, **big)
 
 
-def test_a_token_in_several_views(sum_layer):
+def test_a_token_in_several_views(prepare):
     """Values of a block, then its scales, as a sparse indexer keeps them."""
     cells = random_cells(4, 1, 16, 132)
     stored = torch.cat([cells[..., :128].flatten(1), cells[..., 128:].flatten(1)], 1)
@@ -61,29 +61,40 @@ def test_a_token_in_several_views(sum_layer):
     scales = words[:, 16 * 32 :].view(4, 1, 1, 16, 1)
     rows = ROWS.clone()
     rows[2] = torch.tensor([16, 3, 0, 9])
-    out = torch.zeros(4, dtype=torch.int64)
-    for part, first in ((values, 0), (scales, 32)):
-        layer_view = LayerView("", part, 4, 33, factors_of(3, 1), (1, 0), first)
-        sum_layer(layer_view, rows, out)
-    assert [int(v) for v in out.numpy().view(np.uint64)] == expected(cells, rows)
+    parts = [
+        LayerView("", part, 4, 33, factors_of(3, 1), (1, 0), first)
+        for part, first in ((values, 0), (scales, 32))
+    ]
+    assert run(prepare, parts, rows) == expected(cells, rows)
 
 
-def test_rows_side_by_side(sum_layer):
+def test_rows_side_by_side(prepare):
     """A state's rows in the last dim: heads are neighbours, pieces lie apart."""
     cells = random_cells(4, 37, 1, 6)
     stored = cells.view(torch.int16).view(4, 37, 3).transpose(1, 2).contiguous()
     blocks = stored.transpose(1, 2).view(4, 1, 37, 1, 3)
     layer_view = LayerView("", blocks, 2, 3, factors_of(3, 37), (1, 0))
     rows = torch.tensor([[2, 0, 3, 1], [0, 0, 0, 0], [1, 1, 0, 1]])
-    assert run(sum_layer, layer_view, rows) == expected(cells, rows)
+    assert run(prepare, [layer_view], rows) == expected(cells, rows)
 
 
-def test_sums_are_added_to_one_column_of_a_wider_matrix(sum_layer):
+def test_layers_of_several_shapes(prepare):
+    """Those of one shape share a launch of the kernel."""
+    layers, total = [], np.zeros(4, np.uint64)
+    rows = rows_for(16)
+    for number, shape in enumerate([(4, 2, 16, 32), (4, 3, 16, 64), (4, 2, 16, 32)]):
+        cells = random_cells(*shape, seed=number)
+        layers.append(view(cells, cells, layer=number))
+        total += np.array(expected(cells, rows, layer=number), np.uint64)
+    assert run(prepare, layers, rows) == total.tolist()
+
+
+def test_sums_are_added_to_one_column_of_a_wider_matrix(prepare):
     cells = random_cells(4, 2, 16, 32)
     rows = ROWS.clone()
     rows[2] = 16
     out = torch.arange(12).view(4, 3)
-    sum_layer(view(cells, cells), rows, out[:, 1])
+    prepare([view(cells, cells)])(rows, out[:, 1])
     sums = np.array(expected(cells, rows), np.uint64).view(np.int64)
     with np.errstate(over="ignore"):
         assert out[:, 1].tolist() == (sums + np.array([1, 4, 7, 10])).tolist()

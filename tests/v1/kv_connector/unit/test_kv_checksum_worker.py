@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum import worker as worker_module
 from vllm.distributed.kv_transfer.kv_checksum.layout import TokenOrder
+from vllm.distributed.kv_transfer.kv_checksum.rows import build_rows
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (1, [5, 2, 7])})
 
@@ -108,7 +109,7 @@ def test_chunked_gathers(monkeypatch):
     spec = u.full_spec()
     caches = layer_caches(spec)
     w = u.worker(u.config(8, (named(caches), spec)), named(caches))
-    w._sum_layer = torch_path.sum_layer
+    w._prepare(torch_path.prepare)
     whole = u.values_of(u.send_record(w, BLOCKS))
     monkeypatch.setattr(torch_path, "_MAX_GATHER_BYTES", 1)
     assert u.values_of(u.send_record(w, BLOCKS)) == whole
@@ -117,14 +118,15 @@ def test_chunked_gathers(monkeypatch):
 def test_every_layer_is_warmed_up_with_a_row_that_counts_nothing(monkeypatch):
     calls = []
 
-    def record(layer, rows, out):
-        calls.append((layer.name, rows.tolist(), out.tolist()))
+    def prepare(layers):
+        names = [layer.name for layer in layers]
+        return lambda rows, out: calls.append((names, rows.tolist(), out.tolist()))
 
-    monkeypatch.setattr(worker_module, "_sum_function", lambda device: record)
+    monkeypatch.setattr(worker_module, "_prepare_function", lambda device: prepare)
     spec = u.full_spec()
     caches = named(layer_caches(spec))
     u.worker(u.config(8, (caches, spec)), caches)
-    assert calls == [(name, [[0], [0], [0]], [0]) for name in caches]
+    assert calls == [(list(caches), [[0], [0], [0]], [0])]
 
 
 # ---- TP, PP, replicas
@@ -412,6 +414,17 @@ def test_several_requests_and_groups_with_odd_numbers_of_rows():
             )
 
 
+def test_every_group_starts_at_an_even_column():
+    """So that reads of its rows stay 16-byte aligned."""
+    w = two_group_worker()
+    work = {"a": KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (0, [4])})}
+    rows, segments, parts = build_rows(w.groups, work)
+    assert [segment for _, segment in segments] == [slice(0, 3), slice(4, 5)]
+    used = rows[:, :5].tolist()
+    assert used == [[5, 2, 7, 0, 4], [16, 32, 48, 0, 0], [16, 16, 9, 0, 16]]
+    assert [part.rows for part in parts] == [slice(0, 3), slice(4, 5)]
+
+
 def test_a_worker_without_layers_of_the_model_still_reports():
     spec = u.full_spec()
     w = u.worker(u.config(8, (u.names(0), spec)), {})
@@ -444,11 +457,11 @@ class SyncingTensor(torch.Tensor):
 
 def test_the_engine_step_never_waits_for_the_device():
     w = two_group_worker()
-    w._sum_layer = torch_path.sum_layer  # what a device runs; numba reads host memory
     for group in w.groups.values():
         for layer in group.layers:
             layer.blocks = layer.blocks.as_subclass(SyncingTensor)
             layer.factors = layer.factors.as_subclass(SyncingTensor)
+    w._prepare(torch_path.prepare)  # what a device runs; numba reads host memory
     w.bind(KVChecksumScheduled(reqs_to_send={"r": BLOCKS}))
     assert w.post_forward(None, set(), set()) is not None
     with pytest.raises(AssertionError):

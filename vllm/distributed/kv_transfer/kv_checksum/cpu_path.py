@@ -8,6 +8,7 @@ and along consecutive slices, so every loop here is a run of pieces under
 makes SIMD of it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from .checksum import GOLDEN_FACTOR, MASK64
-from .layout import LayerView
+from .layout import LayerView, SumRows
 
 _ONE, _TWO, _32, _33 = (np.uint64(n) for n in (1, 2, 32, 33))
 _NEXT_FACTOR = np.uint64(2 * GOLDEN_FACTOR & MASK64)
@@ -128,18 +129,18 @@ def _kernel_block_of_elements(
 
 @_jit
 def _sum_rows(
-    flat, offset, shape, strides, rows, factors, per_token, skip, parts, bits, out
+    flat, offset, shape, strides, factors, per_token, skip, parts, bits, rows, out
 ):
     """Add each row's sum to `out` (uint64).
 
     Args:
         flat: the storage, as unsigned pieces or elements.
         offset, shape, strides: the layer's `blocks` in it.
-        rows: int64 ``(3, n)`` as in `sum_layer`.
         factors: uint64 ``(heads,)``.
         per_token, skip, parts: the layer's `pieces`, `first_piece` and
             `elements_per_piece`.
         bits: width of an element, uint64.
+        rows: int64 ``(3, n)``, see `SumRows`.
     """
     _, ratio, _, tokens, _ = shape
     for row in range(rows.shape[1]):
@@ -168,22 +169,31 @@ def _sum_rows(
                 )
 
 
-def sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Add one layer's block sums to `out`; arguments as `torch_path.sum_layer`."""
+def prepare(layers: Sequence[LayerView]) -> SumRows:
+    """What sums `layers`; the caches must stay where they are."""
+    arguments = [_arguments(layer) for layer in layers]
+
+    def run(rows: torch.Tensor, out: torch.Tensor) -> None:
+        for layer in arguments:
+            _sum_rows(*layer, rows.numpy(), out.numpy().view(np.uint64))
+
+    return run
+
+
+def _arguments(layer: LayerView) -> tuple[Any, ...]:
+    """The arguments of `_sum_rows` that a layer gives."""
     blocks = layer.blocks
     size = blocks.element_size()
     flat = torch.empty(0, dtype=blocks.dtype)
     flat.set_(blocks.untyped_storage())
-    _sum_rows(
+    return (
         flat.numpy().view(_UNSIGNED[size]),
         blocks.storage_offset(),
         tuple(blocks.shape),
         blocks.stride(),
-        rows.numpy(),
         layer.factors.numpy().view(np.uint64),
         layer.pieces,
         layer.first_piece,
         layer.elements_per_piece,
         np.uint64(8 * size),
-        out.numpy().view(np.uint64),
     )

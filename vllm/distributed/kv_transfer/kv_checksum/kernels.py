@@ -12,13 +12,16 @@ token slots past the valid ones need no other care. Additions are exact mod
 `torch_path`'s.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.triton_utils import tl, triton
 
 from .checksum import GOLDEN_FACTOR, MASK64
-from .layout import LayerView
+from .layout import LayerView, SumRows
 
 _TILE = 256
 """Most pieces that a program reads at once: 8 per lane of its one warp."""
@@ -45,13 +48,20 @@ def _terms(raw, weights, PIECE_BITS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "num_rows", "out", "out_stride", "factors"],
+    do_not_specialize=[
+        "addresses",
+        "rows",
+        "num_rows",
+        "factors",
+        "out",
+        "out_stride",
+    ],
 )
 def _layer_checksum_kernel(
-    blocks,  # integer pieces, at block 0
+    addresses,  # int64 (layers,): where each layer's block 0 begins
     rows,  # int64 (3, num_rows): block id, first token, valid tokens
     num_rows,
-    factors,  # int64 (HEADS,): factors of consecutive slices
+    factors,  # int64 (layers, HEADS): factors of consecutive slices
     out,  # int64: sums, added to
     out_stride,
     # The layer's shape: kernel blocks per block, heads, tokens per kernel block,
@@ -69,13 +79,14 @@ def _layer_checksum_kernel(
     STRIDE_T: tl.constexpr,
     STRIDE_P: tl.constexpr,
     PIECE_BITS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # of the addresses, in bytes
     NEXT_FACTOR: tl.constexpr,  # what the next slice's factor adds, mod 2**64
     SPAN: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     SPANS_PER_PROGRAM: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
 ):
-    """Add a share of one row's sum to ``out[row * out_stride]``.
+    """Add a share of one layer's sum of one row to ``out[row * out_stride]``.
 
     A slice's pieces in one kernel block are cut into spans; a tile is one span
     of TILE_HEADS slices. A program walks over SPANS_PER_PROGRAM spans and
@@ -88,6 +99,7 @@ def _layer_checksum_kernel(
     DENSE: tl.constexpr = STRIDE_T == PIECES * STRIDE_P
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
+    layer = tl.program_id(2)
     first_head = (share % HEAD_SHARES) * HEADS_PER_PROGRAM
     last_head = tl.minimum(first_head + HEADS_PER_PROGRAM, HEADS)
     share = share // HEAD_SHARES
@@ -98,7 +110,15 @@ def _layer_checksum_kernel(
     block = tl.load(rows + row)
     first = tl.load(rows + num_rows + row) + kernel_block * TOKENS
     valid = tl.load(rows + 2 * num_rows + row).to(tl.int32) - kernel_block * TOKENS
-    factor = tl.load(factors + first_head).to(tl.uint64, bitcast=True)
+    factor = tl.load(factors + layer * HEADS + first_head).to(tl.uint64, bitcast=True)
+    address = tl.load(addresses + layer)
+    if PIECE_BITS == 64:
+        blocks = address.to(tl.pointer_type(tl.int64))
+    elif PIECE_BITS == 32:
+        blocks = address.to(tl.pointer_type(tl.int32))
+    else:
+        blocks = address.to(tl.pointer_type(tl.int16))
+    blocks = tl.multiple_of(blocks, ALIGNMENT)
     base = blocks + block * STRIDE_B + kernel_block.to(tl.int64) * STRIDE_R
     base += first_head.to(tl.int64) * STRIDE_H
 
@@ -194,6 +214,7 @@ def kernel_constants(layer: LayerView) -> dict[str, Any]:
         "STRIDE_T": token,
         "STRIDE_P": piece,
         "PIECE_BITS": 8 * layer.piece_bytes,
+        "ALIGNMENT": math.gcd(layer.blocks.data_ptr(), 16),
         "NEXT_FACTOR": 2 * GOLDEN_FACTOR & MASK64,
         "SPAN": span,
         "TILE_HEADS": tile_heads,
@@ -202,23 +223,62 @@ def kernel_constants(layer: LayerView) -> dict[str, Any]:
     }
 
 
-def sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Add one layer's block sums to `out`; arguments as `torch_path.sum_layer`.
+@dataclass
+class _Launch:
+    """Layers of one shape, summed by one launch.
 
-    `layer.factors` must belong to consecutive slices.
+    `addresses` and `factors` are on the device, `shares` is the number of programs
+    per row and layer.
     """
-    c = kernel_constants(layer)
+
+    constants: dict[str, Any]
+    shares: int
+    addresses: torch.Tensor
+    factors: torch.Tensor
+
+    def __call__(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        _layer_checksum_kernel[(rows.shape[1], self.shares, len(self.addresses))](
+            self.addresses,
+            rows,
+            rows.stride(0),
+            self.factors,
+            out,
+            out.stride(0),
+            **self.constants,
+            num_warps=_NUM_WARPS,
+            num_stages=_NUM_STAGES,
+        )
+
+
+def prepare(layers: Sequence[LayerView]) -> SumRows:
+    """What sums `layers`; the caches must stay where they are.
+
+    Layers of one shape share a launch, so that a step's cost on the host does not
+    grow with the number of layers.
+    """
+    shapes: dict[tuple[Any, ...], list[LayerView]] = {}
+    for layer in layers:
+        key = tuple(kernel_constants(layer).values())
+        shapes.setdefault(key, []).append(layer)
+    launches = [_launch(alike) for alike in shapes.values()]
+
+    def run(rows: torch.Tensor, out: torch.Tensor) -> None:
+        for launch in launches:
+            launch(rows, out)
+
+    return run
+
+
+def _launch(layers: list[LayerView]) -> _Launch:
+    c = kernel_constants(layers[0])
     spans = triton.cdiv(c["TOKENS"] * c["PIECES"], c["SPAN"])
     shares = c["RATIO"] * triton.cdiv(spans, c["SPANS_PER_PROGRAM"])
     shares *= triton.cdiv(c["HEADS"], c["HEADS_PER_PROGRAM"])
-    _layer_checksum_kernel[(rows.shape[1], shares)](
-        layer.blocks,
-        rows,
-        rows.stride(0),
-        layer.factors,
-        out,
-        out.stride(0),
-        **c,
-        num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
+    addresses = [layer.blocks.data_ptr() for layer in layers]
+    device = layers[0].blocks.device
+    return _Launch(
+        c,
+        shares,
+        torch.tensor(addresses, dtype=torch.int64, device=device),
+        torch.stack([layer.factors for layer in layers]),
     )

@@ -8,7 +8,7 @@ skipped whole, with its reason: never a silently wrong subset. States are in
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,12 @@ class LayerView:
     def elements_per_piece(self) -> int:
         """1 unless a piece's bytes lie apart."""
         return self.piece_bytes // self.blocks.element_size()
+
+
+SumRows = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds block sums of some layers to `out` (int64 ``(n,)``, of any stride) for `rows`
+(int64 ``(3, n)``): block id, position in the request of the block's first token,
+number of its tokens that count."""
 
 
 @dataclass

@@ -5,12 +5,14 @@ int64 arithmetic stands for uint64: products and sums wrap alike, and shifts are
 made logical by masking.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from .layout import PIECE_DTYPES, LayerView
+from .layout import PIECE_DTYPES, LayerView, SumRows
 
 _MAX_GATHER_BYTES = 64 * 2**20
-"""Bound on the transient memory of one chunk of `sum_layer`, in bytes."""
+"""Bound on the transient memory of one chunk of rows, in bytes."""
 
 _ARRAYS_PER_PIECE = 4
 """int64 arrays alive at once per gathered piece: the pieces, a shifted copy, and
@@ -20,15 +22,17 @@ _LOW31 = 2**31 - 1
 _LOW32 = 2**32 - 1
 
 
-def sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Add one layer's block sums to `out`.
+def prepare(layers: Sequence[LayerView]) -> SumRows:
+    """What sums `layers`."""
 
-    Args:
-        layer: what to read.
-        rows: int64 ``(3, n)``: block id, position in the request of the block's
-            first token, number of its tokens that count.
-        out: int64 ``(n,)``, added to in place.
-    """
+    def run(rows: torch.Tensor, out: torch.Tensor) -> None:
+        for layer in layers:
+            _sum_layer(layer, rows, out)
+
+    return run
+
+
+def _sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
     per_row = layer.blocks[0].numel() * 8 * _ARRAYS_PER_PIECE
     step = max(1, _MAX_GATHER_BYTES // per_row)
     for at in range(0, rows.shape[1], step):

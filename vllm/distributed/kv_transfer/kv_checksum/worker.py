@@ -7,7 +7,7 @@ them first (the pickling thread, or the scheduler in the same process) waits for
 that copy's event.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,14 @@ from .checksum import (
     KVChecksumScheduled,
 )
 from .groups import build_group, describe_group
-from .layout import GroupView, LayerView, Sharding, SkipGroup, TokenOrder
+from .layout import (
+    GroupView,
+    LayerView,
+    Sharding,
+    SkipGroup,
+    SumRows,
+    TokenOrder,
+)
 from .rows import Part, build_rows
 from .torch_path import _MAX_GATHER_BYTES
 
@@ -38,7 +45,7 @@ __all__ = [
 
 logger = init_logger(__name__)
 
-_SumLayer = Callable[[LayerView, torch.Tensor, torch.Tensor], None]
+_Prepare = Callable[[Sequence[LayerView]], SumRows]
 
 
 @dataclass
@@ -137,8 +144,7 @@ class KVChecksumWorker:
         self._copy_stream = (
             None if self.device.type == "cpu" else torch.cuda.Stream(self.device)
         )
-        self._sum_layer = _sum_function(self.device)
-        self._warm_up()
+        self._prepare(_prepare_function(self.device))
         self._columns = max(
             (len(g.replica_keys) for g in self.groups.values()), default=1
         )
@@ -172,17 +178,22 @@ class KVChecksumWorker:
                 "KV checksums do not cover, on %s: %s", here, "; ".join(missing)
             )
 
-    def _warm_up(self) -> None:
-        """Compile what this worker's layers need, so that no step waits for it.
+    def _prepare(self, prepare: _Prepare) -> None:
+        """Make what sums each group's layers, by column (replica key).
 
-        One row of which nothing counts, for every layer: layers of one shape
-        share a compiled variant.
+        One row of which nothing counts compiles what it needs, so that no step
+        waits for that; layers of one shape share a compiled variant.
         """
         rows = torch.zeros((3, 1), dtype=torch.int64, device=self.device)
         out = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-        for group in self.groups.values():
-            for layer in group.layers:
-                self._sum_layer(layer, rows, out[:, 0])
+        self._sums: dict[int, list[tuple[int, SumRows]]] = {}
+        for group_id, group in self.groups.items():
+            self._sums[group_id] = []
+            for column, key in enumerate(group.replica_keys):
+                layers = [x for x in group.layers if x.replica_key == key]
+                sum_rows = prepare(layers)
+                sum_rows(rows, out[:, 0])
+                self._sums[group_id].append((column, sum_rows))
 
     def bind(self, scheduled: KVChecksumScheduled | None) -> None:
         """Take over what the scheduler asks of this step. Once per step."""
@@ -257,9 +268,8 @@ class KVChecksumWorker:
             (rows.shape[1], self._columns), dtype=torch.int64, device=self.device
         )
         for group, segment in segments:
-            for layer in group.layers:
-                column = group.replica_keys.index(layer.replica_key)
-                self._sum_layer(layer, device_rows[:, segment], sums[segment, column])
+            for column, sum_rows in self._sums[group.group_id]:
+                sum_rows(device_rows[:, segment], sums[segment, column])
         return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
 
     def _copy_to_host(
@@ -279,20 +289,20 @@ class KVChecksumWorker:
         return _Pending(record, parts, host, sums, event)
 
 
-def _sum_function(device: torch.device) -> _SumLayer:
+def _prepare_function(device: torch.device) -> _Prepare:
     """What sums layers on `device`; all give the same bits."""
     if device.type == "cpu":
         from . import cpu_path
 
-        return cpu_path.sum_layer
+        return cpu_path.prepare
     from vllm.triton_utils import HAS_TRITON
 
     if HAS_TRITON:
         from . import kernels
 
-        return kernels.sum_layer
+        return kernels.prepare
     logger.warning("KV checksums are summed by PyTorch, slowly: Triton is missing")
-    return torch_path.sum_layer
+    return torch_path.prepare
 
 
 def create_kv_checksum_worker(
