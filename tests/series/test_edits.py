@@ -21,7 +21,7 @@ class Box:
     def full(self):
         # why
         if self.size > 1:
-            self.size = call(
+            self.size = wide(
                 k=1,
             )  # trailing
         for x in argv:
@@ -54,7 +54,7 @@ def in_full(kind, *args, **kwargs):
 
 
 def test_a_keyword_argument_joins_the_one_call():
-    got = edit(in_full("keyword", "call", "b=2"))
+    got = edit(in_full("keyword", "wide", "b=2"))
     assert (
         "                k=1,\n                b=2,\n            )  # trailing" in got
     )
