@@ -26,8 +26,8 @@ class Box:
             )  # trailing
         for x in argv:
             print(x)
-        size = call(a=1)
-        size = call(a=1, b=2)
+        size = make(a=1)
+        size = make(a=1, b=2)
         return False
 
     def twice(self):

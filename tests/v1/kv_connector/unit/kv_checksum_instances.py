@@ -38,6 +38,9 @@ __all__ = ["RequestStatus", "SchedulerOutput"]
 
 LAYERS, HEADS, HEAD_SIZE = 4, 4, 8
 
+# For tensors this small, threads cost more than they bring.
+torch.set_num_threads(1)
+
 
 def write_model(folder: Path) -> str:
     """A model folder that holds a config alone (weights are never loaded)."""
@@ -186,6 +189,8 @@ class Instance:
         self.damage = lambda instance, req_id, block_ids: None
         # What happens to a payload on its way: other bytes, or None for a loss.
         self.alter = lambda data: data
+        # Told each worker's report of a step, before the scheduler is.
+        self.on_reports = lambda reports: None
         self.intercept_payloads()
         self.hold_loads = False
         self.scheduled: list[tuple[str, int]] = []
@@ -259,13 +264,13 @@ class Instance:
         """The forward: KV of tokens ``[first, last)``."""
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         for group, numbers in enumerate(self.layers):
-            for t in range(first, last):
-                block = rows[group][t // self.block_size]
-                if block == 0:
-                    continue
-                for n in numbers:
-                    cell = token_kv(n, t, request.all_token_ids[t])
-                    self.kv[n][block, :, t % self.block_size] = cell
+            at = torch.arange(first, last)
+            blocks = torch.tensor(rows[group])[at // self.block_size]
+            at, blocks = at[blocks != 0], blocks[blocks != 0]
+            ids = torch.tensor(list(request.all_token_ids))[at]
+            for n in numbers:
+                cells = token_kv(n, at, ids)
+                self.kv[n][blocks, :, at % self.block_size] = cells
 
     def step(self, producer=None):
         """One engine step; `producer` is where loads come from."""
@@ -275,10 +280,9 @@ class Instance:
             done = request.num_computed_tokens
             self.write(request, done - number, done)
             self.scheduled.append((req_id, number))
-        per_worker = [
-            self.runner_output(output, result)
-            for result in self.transport.step(self, producer, output)
-        ]
+        reports = self.transport.step(self, producer, output)
+        self.on_reports(reports)
+        per_worker = [self.runner_output(output, report) for report in reports]
         model_output = self.aggregator.aggregate(per_worker)
         return self.finish_step(output, model_output)
 
@@ -312,15 +316,15 @@ class Instance:
     def answer_kv_is_right(self, request) -> bool:
         """Whether the KV of the prompt now is what a local prefill writes."""
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        at = torch.arange(request.num_prompt_tokens)
+        blocks = torch.tensor(rows[0])[at // self.block_size]
+        ids = torch.tensor(list(request.prompt_token_ids))
         return all(
             torch.equal(
-                self.kv[n][rows[0][t // self.block_size], :, t % self.block_size].view(
-                    torch.uint8
-                ),
-                token_kv(n, t, request.all_token_ids[t]).view(torch.uint8),
+                self.kv[n][blocks, :, at % self.block_size].view(torch.uint8),
+                token_kv(n, at, ids).view(torch.uint8),
             )
             for n in self.layers[0]
-            for t in range(request.num_prompt_tokens)
         )
 
     def run(self, request, producer=None, steps=40):
@@ -340,6 +344,8 @@ class Instance:
     def tables(self) -> dict[str, int]:
         """Sizes of every checksum table of scheduler and workers."""
         kv_checksum = self.scheduler.kv_checksum
+        if kv_checksum is None:
+            return {}
         sizes = {"sends": len(kv_checksum._sends), "recvs": len(kv_checksum._recvs)}
         sizes["scheduled"] = bool(kv_checksum._scheduled)
         for i, worker in enumerate(self.workers):
@@ -353,8 +359,8 @@ _CELLS = torch.randn(
 ).to(torch.bfloat16)
 
 
-def token_kv(layer: int, position: int, token: int) -> torch.Tensor:
-    """``(heads, K and V)`` of one token in one layer."""
+def token_kv(layer: int, position, token) -> torch.Tensor:
+    """``(tokens, heads, K and V)`` in one layer; position and token are int64."""
     return _CELLS[(layer * 2477 + position * 613 + token * 31) % len(_CELLS)]
 
 

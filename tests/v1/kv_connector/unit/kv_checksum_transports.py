@@ -10,6 +10,7 @@ connector's own workers over its real library, for one rank per instance.
 import base64
 
 import msgspec
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
@@ -254,14 +255,14 @@ def copy_tokens(instance, producer, req_id, local, their_id, their_blocks):
         first = -(-num_tokens // instance.block_size) - len(ours)
         their_tokens = producer.scheduler.requests[their_id].num_computed_tokens
         their_first = -(-their_tokens // producer.block_size) - len(theirs)
-        for t in range(first * instance.block_size, num_tokens):
-            source = t // producer.block_size - their_first
-            if source < 0:
-                continue
-            to = ours[t // instance.block_size - first]
+        at = torch.arange(first * instance.block_size, num_tokens)
+        at = at[at // producer.block_size >= their_first]
+        if len(at):
+            to = torch.tensor(ours)[at // instance.block_size - first]
+            source = torch.tensor(theirs)[at // producer.block_size - their_first]
             for n in numbers:
-                instance.kv[n][to, :, t % instance.block_size] = producer.kv[n][
-                    theirs[source], :, t % producer.block_size
+                instance.kv[n][to, :, at % instance.block_size] = producer.kv[n][
+                    source, :, at % producer.block_size
                 ]
         assert rows[group][-len(ours) :] == ours
         instance.damage(instance, req_id, ours)
