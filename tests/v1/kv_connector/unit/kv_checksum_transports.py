@@ -200,7 +200,7 @@ class FakeMooncake(FakeTransport):
         return dict(
             do_remote_decode=False,
             do_remote_prefill=True,
-            remote_engine_id=producer.scheduler.connector.engine_id,
+            remote_engine_id=producer.config.kv_transfer_config.engine_id,
             remote_bootstrap_addr="http://127.0.0.1:1",
             transfer_id=params["transfer_id"],
         )
@@ -271,6 +271,9 @@ def copy_tokens(instance, producer, req_id, local, their_id, their_blocks):
 
 def scheduler_tables(connector) -> dict[str, int]:
     """Sizes of the checksum tables on the scheduler side of `connector`."""
-    side = connector.connector_scheduler
     names = ("_newly_finished_kv_checksums", "_kv_checksums")
-    return {name: len(getattr(side, name)) for name in names if hasattr(side, name)}
+    sides = [
+        getattr(c, "connector_scheduler", None)
+        for c in getattr(connector, "sub_connectors", [connector])
+    ]
+    return {n: len(getattr(s, n)) for s in sides for n in names if hasattr(s, n)}

@@ -129,6 +129,27 @@ def test_outputs_of_steps_that_scheduled_nothing(model):
     d.finish_step(output, d.runner_output(output, KVConnectorOutput()))
 
 
+def test_bidirectional_loads_are_neither_verified_nor_counted(model):
+    """A second turn: P loads what D decoded (no checksums), D the whole prompt."""
+    both = dict(bidirectional_kv_xfer=True, kv_recompute_threshold=0)
+    p, d = pair(model, kv_connector_extra_config=both)
+    prompt = tokens(50)
+    request, out = load(p, d, 50, "turn1", prompt=prompt)
+    longer = [*request.all_token_ids, *tokens(40, 1)]
+    params = out.kv_transfer_params
+    assert params["do_remote_decode"] and KV_TRANSFER_PARAMS_KEY not in params
+    p.scheduled.clear()
+    second = p.add("turn2", longer, params)
+    for _ in range(6):
+        p.step(d)
+        d.step(p)
+        assert p.tables()["recvs"] == 0
+    assert second.is_finished() and sum(n for _, n in p.scheduled) < len(longer)
+    d.run(d.add("turn2", longer, p.results["turn2"][-1].kv_transfer_params, 2), p)
+    assert d.loads("verified") == 2
+    assert not any(k.startswith("loads") for k in p.stats)
+
+
 def test_another_connector_is_refused(model, log):
     settings = dict(
         kv_connector="ExampleConnector",
