@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake P2P: what a response carries, and the order in which a consumer takes it."""
 
+from types import SimpleNamespace
+
+import kv_checksum_instances as rig
 import msgspec
+import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
@@ -105,3 +109,17 @@ def test_the_first_copy_wins_and_nothing_stays():
     again = KVConnectorTransferResults()
     checksums.finish(again)
     assert again.kv_checksums == {}
+
+
+@pytest.mark.parametrize("blocks", [None, [], [[1]]])
+def test_only_requests_that_wait_to_be_sent_keep_a_payload(model, blocks):
+    """None: unknown or aborted; no blocks: announced, and not finished."""
+    p = rig.Instance(model, "kv_producer", transport="mooncake")
+    request = SimpleNamespace(request_id="r", kv_transfer_params={"transfer_id": "t"})
+    if blocks is not None:
+        side = p.scheduler.connector.connector_scheduler
+        side._reqs_need_send["r"] = (request, blocks)
+    p.scheduler.connector.send_kv_checksums(request, b"sums")
+    meta = p.scheduler.schedule().kv_connector_metadata
+    assert meta.kv_checksums == ({"r": b"sums"} if blocks else {})
+    assert not any(p.tables().values())

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL push: the two forms of a completion notif, and what a worker holds for them."""
 
+import queue
+from collections import Counter
 from types import SimpleNamespace
 
+import kv_checksum_instances as rig
 import msgspec
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    compute_nixl_compatibility_hash,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
+    NixlPushConnectorWorker,
+)
 
 from vllm.distributed.kv_transfer.kv_checksum import nixl_push
 
@@ -90,3 +99,84 @@ def test_a_send_that_ended_or_expired_carries_nothing_more():
     producer.negotiate("r", asked())
     assert producer.completion_notif("r", b"d:1") == b"d:1"
     assert producer._outgoing == {"other": b"sums"}
+
+
+class Consumer:
+    """vLLM's own reading of notifs on the state it needs, without an agent."""
+
+    _get_new_notifs = NixlPushConnectorWorker._get_new_notifs
+    _handle_heartbeat = print
+
+    def __init__(self, awaited, world_size=1):
+        self.kv_checksums = nixl_push.NixlPushChecksums()
+        self.world_size = world_size
+        self._pending_completion_notifs = queue.Queue()
+        self._recving_metadata = {r: SimpleNamespace(pp_size=1) for r in awaited}
+        self._recving_transfers = {}
+        self.consumer_notification_counts_by_req = Counter()
+        self.xfer_stats = SimpleNamespace(record_notification_after_expiry=list)
+
+    def get(self, *notifs) -> list[str]:
+        """Loads that are complete once these notifs are read."""
+        for notif in notifs:
+            self._pending_completion_notifs.put(notif)
+        self._get_new_notifs()
+        return sorted(self._recving_transfers)
+
+
+@pytest.mark.parametrize("long", [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_both_forms_take_the_same_completion_accounting(long):
+    """Two producer ranks, each with or without a payload: complete after two."""
+    consumer = Consumer(["r"])
+    for i, with_payload in enumerate(long):
+        notif = b"r:2"
+        if with_payload:
+            notif = nixl_push.add_payload(notif, f"from {i}".encode())
+        assert consumer.get(notif) == (["r"] if i else [])
+    payload = {(1, 1): b"from 0", (1, 0): b"from 0", (0, 1): b"from 1"}.get(long)
+    assert finish(consumer.kv_checksums) == ({"r": payload} if payload else {})
+
+
+def test_bad_and_unknown_notifs_complete_nothing():
+    consumer = Consumer(["r"])
+    unknown = nixl_push.add_payload(b"expired:1", b"sums")
+    assert consumer.get(*BAD.values(), unknown) == []
+    assert finish(consumer.kv_checksums) == {}
+    assert consumer.get(b"r:1") == ["r"]
+
+
+def test_payloads_of_requests_with_nothing_to_push_are_dropped(model):
+    p = rig.Instance(model, "kv_producer", transport="push")
+    p.scheduler.connector.send_kv_checksums(SimpleNamespace(request_id="r"), b"sums")
+    assert not any(p.tables().values())
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_the_compatibility_hash_is_the_same_on_and_off(model, mode):
+    hashes = {
+        compute_nixl_compatibility_hash(
+            rig.vllm_config(model, "kv_producer", enable_kv_checksum=on), "CPU", mode
+        )
+        for on in (True, False)
+    }
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_only_a_consumer_with_checksums_asks(model, on):
+    p = rig.Instance(model, "kv_producer", transport="push")
+    d = rig.Instance(model, "kv_consumer", transport="push", enable_kv_checksum=on)
+    d.add("r", rig.tokens(50), rig.prefill(p, "p", rig.tokens(50)))
+    meta = d.scheduler.schedule().kv_connector_metadata
+    registration = meta.push_registrations["r"]
+    producer = nixl_push.NixlPushChecksums()
+    producer.hold({"p": b"sums"})
+    producer.negotiate("p", registration)
+    assert bool(producer._outgoing) == on
+    # Nothing else of it differs from what a stock consumer sends.
+    nixl_push.ask(stock := {})
+    assert set(registration) - set(stock) == {
+        *("request_id", "decode_engine_id", "decode_host", "decode_port"),
+        *("decode_tp_size", "local_block_ids", "remote_engine_id", "remote_host"),
+        *("remote_port", "remote_tp_size", "remote_pp_size"),
+    }
