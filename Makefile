@@ -1,17 +1,20 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+CONNECTOR ?= nixl_pull
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test lint bench demo clean
+.PHONY: help env unit test test-all lint bench demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
 	@echo "make lint   ruff and mypy"
 	@echo "make unit   the tests that need no servers"
-	@echo "make test   every test, with real vLLM servers"
+	@echo "make test   every behaviour, with real vLLM servers"
+	@echo "make test-all  the same, and the rest of the slow matrix"
 	@echo "make bench  what the checks cost: summing KV, and the code on the host"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
+	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
 	@echo "make clean  remove $(VENV) and .rig"
 
 env:
@@ -21,6 +24,9 @@ unit: env
 	$(BIN)/python -m pytest tests -m "not e2e" -q
 
 test: env
+	$(BIN)/python -m pytest tests -m "not slow"
+
+test-all: env
 	$(BIN)/python -m pytest tests
 
 lint: env
@@ -34,7 +40,7 @@ bench: env
 	$(BIN)/python benchmarks/benchmark_kv_checksum_host.py
 
 demo: env
-	$(BIN)/python tests/e2e/demo.py
+	$(BIN)/python tests/e2e/demo.py --connector $(CONNECTOR)
 
 clean:
 	rm -rf $(VENV) .rig

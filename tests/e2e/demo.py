@@ -6,6 +6,7 @@ every claim held.
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import time
@@ -96,41 +97,36 @@ class Demo:
         return 0 if self.rows and all(row.holds for row in self.rows) else 1
 
 
-def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    demo = Demo()
-    demo.say("writing a tiny model with random weights")
-    model = tiny_qwen3()
-    p = pairs.producer("demo-p", model)
-    consumers = {
-        mode: pairs.consumer(f"demo-d-{mode}", model, mode) for mode in pairs.MODES
-    }
-    demo.say("starting P, and D in three modes (logs: .rig/logs/demo-*.log)")
-    with serving(p, *consumers.values()):
-        demo.say("ready")
-        demo.head()
-        clean = [pairs.prompt_of(n, 21) for n in (1, 32, 100, 300, 700, 1500)]
-        n = len(clean)
-        demo.case(
-            "clean loads are verified",
-            "fail",
-            (p, consumers["fail"]),
-            clean,
-            "clean",
-            lambda c, right, _: (
-                c == {"verified": n, "mismatch": 0, "unverified": 0} and right
-            ),
-        )
+def clean_and_damaged(
+    demo: Demo, p: Server, consumers: dict[str, Server], connector: str
+) -> None:
+    """Loads as they are, loads with one bit flipped, loads without their checksums."""
+    clean = [pairs.prompt_of(n, 21) for n in (1, 32, 100, 300, 700, 1500)]
+    n = len(clean)
+    demo.case(
+        f"clean loads over {connector}",
+        "fail",
+        (p, consumers["fail"]),
+        clean,
+        "clean",
+        lambda c, right, _: (
+            c == {"verified": n, "mismatch": 0, "unverified": 0} and right
+        ),
+    )
+    for case, request_id, verdict, seed in (
+        ("one bit flipped after the transfer", "flip-demo", "mismatch", 22),
+        ("checksums lost on the way", "lost-demo", "unverified", 24),
+    ):
         for mode, d in consumers.items():
             # A prompt of its own each time: D keeps what it has in its prefix cache.
             demo.case(
-                "one bit flipped after the transfer",
+                case,
                 mode,
                 (p, d),
-                [pairs.prompt_of(450, 22)],
-                "flip-demo",
-                lambda c, right, status, mode=mode: (
-                    c["mismatch"] == 1
+                [pairs.prompt_of(450, seed)],
+                request_id,
+                lambda c, right, status, mode=mode, verdict=verdict: (
+                    c[verdict] == 1
                     and {
                         "fail-open": status == 200,
                         "fail": status == 500,
@@ -138,29 +134,58 @@ def main() -> int:
                     }[mode]
                 ),
             )
-        for d in consumers.values():
-            d.stop()
-        demo.say("block size 32 on P, 64 on D: nothing is injected from here on")
-        larger = {
-            mode: pairs.consumer(
-                f"demo-d64-{mode}", model, mode, drill=False, block_size=64
+
+
+def vllms_own_corruption(demo: Demo, p: Server, model: Path) -> None:
+    """Block size 32 on P, 64 on D, NIXL pull: stock vLLM on CPU answers wrong tokens."""
+    demo.say("block size 32 on P, 64 on D: nothing is injected from here on")
+    larger = {
+        mode: pairs.consumer(
+            f"demo-d64-{mode}", model, mode, drill=False, block_size=64
+        )
+        for mode in ("fail-open", "recompute")
+    }
+    with serving(*larger.values()):
+        for mode, d in larger.items():
+            demo.case(
+                "vLLM's own corruption, 32 to 64",
+                mode,
+                (p, d),
+                [pairs.prompt_of(500, 23)],
+                "clean",
+                lambda c, right, status, mode=mode: (
+                    c["mismatch"] == 1
+                    and status == 200
+                    and right == (mode == "recompute")
+                ),
             )
-            for mode in ("fail-open", "recompute")
-        }
-        with serving(*larger.values()):
-            for mode, d in larger.items():
-                demo.case(
-                    "vLLM's own corruption, 32 to 64",
-                    mode,
-                    (p, d),
-                    [pairs.prompt_of(500, 23)],
-                    "clean",
-                    lambda c, right, status, mode=mode: (
-                        c["mismatch"] == 1
-                        and status == 200
-                        and right == (mode == "recompute")
-                    ),
-                )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connector", choices=pairs.CONNECTORS, default="nixl_pull")
+    chosen = parser.parse_args().connector
+    connector = pairs.CONNECTORS[chosen]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    demo = Demo()
+    demo.say("writing a tiny model with random weights")
+    model = tiny_qwen3()
+    p = pairs.producer("demo-p", model, connector=connector)
+    consumers = {
+        mode: pairs.consumer(f"demo-d-{mode}", model, mode, connector=connector)
+        for mode in pairs.MODES
+    }
+    demo.say(
+        f"starting P, and D in three modes, {connector} (logs: .rig/logs/demo-*.log)"
+    )
+    with serving(p, *consumers.values()):
+        demo.say("ready")
+        demo.head()
+        clean_and_damaged(demo, p, consumers, connector)
+        if chosen == "nixl_pull":
+            for d in consumers.values():
+                d.stop()
+            vllms_own_corruption(demo, p, model)
     return demo.finish()
 
 

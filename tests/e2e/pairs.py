@@ -106,3 +106,9 @@ def reference_texts(
 ) -> list[str]:
     """What a single instance answers, without any transfer."""
     return [text_of(server.completions(p, max_tokens)) for p in prompts]
+
+
+def external_tokens(server: Server) -> int:
+    """How many prompt tokens came from another instance, as vLLM counts them."""
+    name = "vllm:prompt_tokens_by_source_total"
+    return int(server.metric(name, source="external_kv_transfer"))

@@ -1,4 +1,4 @@
-"""Real servers over real NIXL (UCX): clean, corrupt, lost payloads, unequal TP.
+"""NIXL pull: prompts of every length, aborts, unequal TP, and what vLLM itself corrupts.
 
 The servers are forked from one process that imported vLLM (rig only).
 """
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from rig.model import tiny_qwen3
 from rig.routing import prefill, prefill_decode
-from rig.servers import fork_server, serving
+from rig.servers import serving
 
 from e2e import pairs
 
@@ -21,25 +21,10 @@ MAX_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
-def forks():
-    with contextlib.closing(fork_server()) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def p(forks):
     server = pairs.producer("e2e-p", tiny_qwen3(), fork_server=forks)
     with serving(server):
         yield server
-
-
-@pytest.fixture(scope="module", params=pairs.MODES)
-def drilled(request, forks, p):
-    """A consumer that damages chosen loads, in each mode."""
-    name = f"e2e-d-{request.param}"
-    server = pairs.consumer(name, tiny_qwen3(), request.param, fork_server=forks)
-    with serving(server):
-        yield request.param, server
 
 
 def test_clean_loads_are_verified_and_answers_equal_a_single_instance(forks, p):
@@ -87,45 +72,6 @@ def abort_some(p, d):
                 timeout=patience,
                 trust_env=False,
             )
-
-
-def test_a_flipped_bit(drilled, p):
-    mode, d = drilled
-    before = pairs.loads(d)
-    prompt = pairs.prompt_of(450, 3)
-    (expected,) = pairs.reference_texts(p, [prompt], MAX_TOKENS)
-    answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=f"flip-{mode}")
-    after = pairs.loads(d)
-    assert after["mismatch"] == before["mismatch"] + 1
-    assert after["verified"] == before["verified"]
-    if mode == "fail":
-        assert answer.status_code == 500 and "error" in answer.json()
-    else:
-        text = pairs.text_of(answer)
-        assert mode == "fail-open" or text == expected
-    (line,) = [x for x in d.log_text().splitlines() if "KV checksum mismatch" in x]
-    assert f"flip-{mode}" in line and "1 of 15 blocks differ, position 0" in line
-
-
-def test_a_lost_payload(drilled, p):
-    mode, d = drilled
-    before = pairs.unverified(d, "no_payload")
-    prompt = pairs.prompt_of(120, 4)
-    (expected,) = pairs.reference_texts(p, [prompt], MAX_TOKENS)
-    answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=f"lost-{mode}")
-    assert pairs.unverified(d, "no_payload") == before + 1
-    assert answer.status_code == (500 if mode == "fail" else 200)
-    if mode != "fail":
-        assert pairs.text_of(answer) == expected
-
-
-def test_the_next_clean_request_recovers(drilled, p):
-    mode, d = drilled
-    before = pairs.loads(d)["verified"]
-    prompt = pairs.prompt_of(222, 6)
-    answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=f"clean-{mode}")
-    assert [pairs.text_of(answer)] == pairs.reference_texts(p, [prompt], MAX_TOKENS)
-    assert pairs.loads(d)["verified"] == before + 1
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])

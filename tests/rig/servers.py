@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -111,13 +112,18 @@ class Server:
         self.port = port or free_port()
         self.bootstrap_port = free_port()
         self.log = log_dir / f"{name}.log"
+        self._tables = log_dir / f"{name}.tables"
         self.ready_s: float | None = None
         self._fork_server = fork_server
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._began = 0.0
+        # A connection for each request: many threads ask at once, and none waits for another's.
         self._client = httpx.Client(
-            base_url=f"http://{HOST}:{self.port}", trust_env=False, timeout=120
+            base_url=f"http://{HOST}:{self.port}",
+            trust_env=False,
+            timeout=240,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     def command(self) -> list[str]:
@@ -173,6 +179,7 @@ class Server:
         ports = {
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.bootstrap_port),
+            "KV_CHECKSUM_RIG_TABLES": str(self._tables),
         }
         alone = self.tp * self.pp == 1
         single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {}
@@ -182,7 +189,8 @@ class Server:
         """Start the process in a session of its own and return at once."""
         if self._process is not None:
             raise ServerError(f"{self.name} was started already")
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._tables, ignore_errors=True)
+        self._tables.mkdir(parents=True)
         _watch_signals()
         self._began = time.monotonic()
         self._process = self._launch()
@@ -278,6 +286,23 @@ class Server:
             if found == name and wanted <= carried
         )
 
+    def checksum_tables(self, timeout: float = 20) -> dict[str, int]:
+        """Return what its processes hold for checksums, by name (rig package, ``tables.py``); summed over processes."""
+        folder = self._tables
+        number = len(list(folder.glob("ask-*")))
+        (folder / f"ask-{number}").touch()
+        processes_ = len(list(folder.glob("process-*")))
+        deadline = time.monotonic() + timeout
+        while len(list(folder.glob(f"{number}-*.json"))) < processes_:
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self.name} did not tell its tables")
+            time.sleep(0.1)
+        total: dict[str, int] = {}
+        for answer in folder.glob(f"{number}-*.json"):
+            for name, size in json.loads(answer.read_text()).items():
+                total[name] = total.get(name, 0) + size
+        return total
+
     def log_text(self) -> str:
         """Return everything the server has written."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -320,14 +345,18 @@ class Server:
         self.stop()
 
 
-def fork_server(log_dir: Path = CACHE / "logs") -> ForkServer:
-    """Start a fork server whose imports happen under the servers' environment."""
+def fork_server(
+    log_dir: Path = CACHE / "logs", env: Mapping[str, str] | None = None
+) -> ForkServer:
+    """Start a fork server whose imports happen under the servers' environment and ``env``."""
     inherited = {
         k: v
         for k, v in os.environ.items()
         if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
     }
-    return ForkServer({**inherited, **ENVIRONMENT}, log_dir / "forkserver.log")
+    return ForkServer(
+        {**inherited, **ENVIRONMENT, **(env or {})}, log_dir / "forkserver.log"
+    )
 
 
 @contextlib.contextmanager

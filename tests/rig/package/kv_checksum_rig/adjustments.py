@@ -15,6 +15,7 @@ import os
 from types import ModuleType
 from typing import Any
 
+from kv_checksum_rig import tables
 from kv_checksum_rig.on_import import on_import
 
 NIXL_PROGRESS_DELAY_US = 1000
@@ -25,6 +26,7 @@ def apply() -> None:
     """Register every adjustment. Safe to call more than once."""
     if os.environ.get("KV_CHECKSUM_RIG_ADJUST") == "0":
         return
+    tables.apply()
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
     on_import(
         "vllm.distributed.device_communicators.shm_broadcast", no_broadcast_busy_loop

@@ -1,0 +1,146 @@
+"""Each carrier over its real library: clean, corrupt, lost payloads, every damage, many at once.
+
+The servers are forked from one process that imported vLLM (rig only).
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rig.model import tiny_qwen3
+from rig.routing import prefill_decode
+from rig.servers import serving
+
+from e2e import pairs
+from vllm.distributed.kv_transfer.kv_checksum.fault_damage import KINDS, PAYLOAD_KINDS
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 6
+
+FAULTS = {f"{kind}-": kind for kind in (*KINDS, *PAYLOAD_KINDS)}
+
+UNVERIFIED = {
+    "lost_payload": "no_payload",
+    "other_version_payload": "payload_version",
+    "cut_payload": "bad_payload",
+}
+"""What payload damage leads to; everything else is a mismatch."""
+
+
+@pytest.fixture(scope="module", params=pairs.CONNECTORS)
+def carrier(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def common(carrier, forks):
+    return {"connector": pairs.CONNECTORS[carrier], "fork_server": forks}
+
+
+@pytest.fixture(scope="module")
+def p(carrier, common):
+    args = ("--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "32")
+    server = pairs.producer(f"e2e-{carrier}-p", tiny_qwen3(), args=args, **common)
+    with serving(server):
+        yield server
+
+
+@pytest.fixture(scope="module")
+def consumers(carrier, common, p):
+    """By mode, a consumer that damages chosen loads."""
+    servers = {
+        mode: pairs.consumer(
+            f"e2e-{carrier}-{mode}", tiny_qwen3(), mode, faults=FAULTS, **common
+        )
+        for mode in pairs.MODES
+    }
+    with serving(*servers.values()):
+        yield servers
+
+
+def ask(p, d, prompt, request_id):
+    """D's answer, what a single instance answers, and what D counted."""
+    (expected,) = pairs.reference_texts(p, [prompt], MAX_TOKENS)
+    before = pairs.loads(d)
+    answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=request_id)
+    counted = {k: v - before[k] for k, v in pairs.loads(d).items() if v != before[k]}
+    return answer, expected, counted
+
+
+@pytest.mark.parametrize("mode", pairs.MODES)
+def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(mode, consumers, p):
+    d = consumers[mode]
+    answer, expected, counted = ask(p, d, pairs.prompt_of(450, 31), f"clean-{mode}")
+    assert counted == {"verified": 1} and pairs.text_of(answer) == expected
+
+    request_id = f"bit_flip-{mode}"
+    answer, expected, counted = ask(p, d, pairs.prompt_of(450, 32), request_id)
+    assert counted == {"mismatch": 1}
+    if mode == "fail":
+        assert answer.status_code == 500 and "error" in answer.json()
+    elif mode == "recompute":
+        assert pairs.text_of(answer) == expected
+    else:
+        assert answer.status_code == 200
+    (line,) = [x for x in d.log_text().splitlines() if "KV checksum mismatch" in x]
+    assert request_id in line and "1 of 15 blocks differ, position 0" in line
+
+    answer, expected, counted = ask(
+        p, d, pairs.prompt_of(120, 33), f"lost_payload-{mode}"
+    )
+    assert counted == {"unverified": 1}
+    assert pairs.unverified(d, "no_payload") == 1
+    if mode == "fail":
+        assert answer.status_code == 500
+    else:
+        assert pairs.text_of(answer) == expected
+    answer, expected, counted = ask(p, d, pairs.prompt_of(200, 34), f"next-{mode}")
+    assert counted == {"verified": 1} and pairs.text_of(answer) == expected
+
+
+def test_every_damage_is_seen_and_recomputed_right(consumers, p):
+    d = consumers["recompute"]
+    wrong = {}
+    for seed, kind in enumerate([*KINDS, *PAYLOAD_KINDS]):
+        answer, expected, counted = ask(
+            p, d, pairs.prompt_of(100, 40 + seed), f"{kind}-0"
+        )
+        verdict = "unverified" if kind in UNVERIFIED else "mismatch"
+        if counted != {verdict: 1} or pairs.text_of(answer) != expected:
+            wrong[kind] = counted, pairs.text_of(answer), expected
+        assert f"KV CHECKSUM FAULT DRILL: {kind}" in d.log_text()
+    assert not wrong
+    assert "KV CHECKSUM FAULT DRILL left" not in d.log_text()
+    for reason in UNVERIFIED.values():
+        assert pairs.unverified(d, reason) >= 1
+
+
+def test_two_hundred_at_once_and_nothing_stays(carrier, common, p):
+    name = f"e2e-{carrier}-many"
+    d = pairs.consumer(name, tiny_qwen3(), "fail", drill=False, args=p.args, **common)
+    draw = [1 + (n * 37) % 290 for n in range(200)]
+    prompts = [pairs.prompt_of(length, 500 + n) for n, length in enumerate(draw)]
+    with serving(d), ThreadPoolExecutor(len(prompts)) as clients:
+        for n in range(3):
+            assert ask(p, d, pairs.prompt_of(90, 400 + n), f"warm-{n}")[2] == {
+                "verified": 1
+            }
+        time.sleep(1)
+        before = p.checksum_tables(), d.checksum_tables()
+        answers = list(clients.map(lambda x: prefill_decode(p, d, x, 2), prompts))
+        assert [a.status_code for a in answers] == [200] * len(prompts)
+        assert pairs.loads(d) == {"verified": 203, "mismatch": 0, "unverified": 0}
+        expected = list(
+            clients.map(lambda x: pairs.reference_texts(p, [x], 2)[0], prompts)
+        )
+        differing = [
+            n
+            for n, (a, text) in enumerate(zip(answers, expected, strict=True))
+            if pairs.text_of(a) != text
+        ]
+        assert differing == []
+        time.sleep(1)
+        assert (p.checksum_tables(), d.checksum_tables()) == before

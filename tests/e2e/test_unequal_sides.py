@@ -1,0 +1,66 @@
+"""P and D of unequal TP and PP, and a D that holds a prefix, over push and Mooncake (pull: test_nixl_pull).
+
+In float32, as bfloat16 rounding alone changes texts between TP sizes. Block sizes: vLLM itself refuses every unequal
+pair on CPU but NIXL pull from 32 to 64, which test_nixl_pull has; the real-scheduler tests cover the others.
+"""
+
+from __future__ import annotations
+
+import pytest
+from rig.model import tiny_qwen3
+from rig.routing import prefill_decode
+from rig.servers import serving
+
+from e2e import pairs
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 5
+
+SHAPES = {
+    "tp2-tp1": ({"tp": 2}, {}),
+    "tp1-tp2": ({}, {"tp": 2}),
+    "pp2-tp1": ({"pp": 2}, {}),
+}
+
+
+def slow(carrier: str, shape: str):
+    return pytest.param(carrier, shape, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("carrier", "shape"),
+    [
+        ("nixl_push", "tp2-tp1"),
+        ("nixl_push", "pp2-tp1"),
+        ("mooncake", "tp1-tp2"),
+        slow("nixl_push", "tp1-tp2"),
+        slow("mooncake", "tp2-tp1"),
+        slow("mooncake", "pp2-tp1"),
+    ],
+)
+def test_unequal_sides_verify_and_damage_is_recomputed(carrier, shape, forks):
+    model, name = tiny_qwen3("float32"), f"unequal-{carrier}-{shape}"
+    left, right = SHAPES[shape]
+    common = {
+        "dtype": "float32",
+        "fork_server": forks,
+        "connector": pairs.CONNECTORS[carrier],
+    }
+    p = pairs.producer(f"{name}-p", model, **left, **common)
+    d = pairs.consumer(f"{name}-d", model, "recompute", **right, **common)
+    prompts = [pairs.prompt_of(n, 800) for n in (5, 64, 300)]
+    prompts += [pairs.shared_prefix(n) for n in (352, 400)]
+    with serving(p, d):
+        expected = pairs.reference_texts(p, prompts, MAX_TOKENS)
+        answers = [prefill_decode(p, d, x, MAX_TOKENS) for x in prompts]
+        assert [pairs.text_of(a) for a in answers] == expected
+        assert pairs.loads(d) == {"verified": 5, "mismatch": 0, "unverified": 0}
+        hits = d.metric("vllm:prefix_cache_hits_total")
+        assert hits >= 320, "the shared prefix gave no local hits"
+        assert pairs.external_tokens(d) == sum(map(len, prompts)) - hits
+
+        prompt = pairs.prompt_of(300, 810)
+        answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id="flip-0")
+        assert [pairs.text_of(answer)] == pairs.reference_texts(p, [prompt], MAX_TOKENS)
+        assert pairs.loads(d) == {"verified": 5, "mismatch": 1, "unverified": 0}

@@ -1,0 +1,58 @@
+"""An unpatched vLLM beside the environment's patched one, made of links and of what ``vllm-kv-checksum revert`` restores."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from rig.forkserver import ForkServer
+from rig.model import CACHE
+from rig.servers import fork_server
+
+FOLDER = CACHE / "stock"
+
+
+def stock_environment() -> dict[str, str]:
+    """Return what makes a process import the unpatched vLLM, building its tree first.
+
+    Every file of the installed package is a link in the tree, until the installer puts vLLM's originals in the place
+    of those that the series edits and takes the feature out. Raises if anything of the feature is left.
+    """
+    tool = str(Path(sys.executable).parent / "vllm-kv-checksum")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    installed = installed_vllm()
+    _link_tree(installed, FOLDER / "vllm")
+    for metadata in installed.parent.glob("vllm-*.dist-info"):
+        _link_tree(metadata, FOLDER / metadata.name)
+    subprocess.run([tool, "revert", "--tree", str(FOLDER)], check=True)
+    for path in FOLDER.joinpath("vllm").rglob("*.py"):
+        if "kv_checksum" in path.read_text(errors="replace"):
+            raise RuntimeError(f"{path} is not vLLM's own")
+    return {"PYTHONPATH": str(FOLDER)}
+
+
+def stock_fork_server() -> tuple[ForkServer, dict[str, str]]:
+    """Start a fork server of the unpatched vLLM; return it and the environment that its servers need too."""
+    env = stock_environment()
+    return fork_server(CACHE / "logs" / "stock", env), env
+
+
+def installed_vllm() -> Path:
+    """Return the installed package's folder, without importing it."""
+    major, minor = sys.version_info[:2]
+    return (
+        Path(sys.prefix) / "lib" / f"python{major}.{minor}" / "site-packages" / "vllm"
+    )
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    """Rebuild the folder with a link for every file; links to folders are followed."""
+    for folder, _, files in os.walk(source, followlinks=True):
+        here = target / Path(folder).relative_to(source)
+        here.mkdir(parents=True, exist_ok=True)
+        for name in files:
+            (here / name).symlink_to(Path(folder) / name)
