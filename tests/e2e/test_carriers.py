@@ -130,6 +130,9 @@ def test_two_hundred_at_once_and_nothing_stays(carrier, common, p):
             }
         time.sleep(1)
         before = p.checksum_tables(), d.checksum_tables()
+        for tables in before:
+            assert any(name.endswith("KVChecksumScheduler._recvs") for name in tables)
+            assert any(name.endswith("KVChecksumWorker._recvs") for name in tables)
         answers = list(clients.map(lambda x: prefill_decode(p, d, x, 2), prompts))
         assert [a.status_code for a in answers] == [200] * len(prompts)
         assert pairs.loads(d) == {"verified": 203, "mismatch": 0, "unverified": 0}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drill: each damage changes exactly what it says, and nothing starts unasked."""
 
+import random
+
 import kv_checksum_utils as u
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill import (
     Fault,
+    _drilled,
     drill_faults,
     drill_options,
     wrapped_connector,
@@ -331,3 +334,19 @@ def test_the_wrapped_connector_is_named_in_the_options():
     }
     with pytest.raises(ValueError, match="ExampleConnector"):
         wrapped_connector(Config)
+
+
+def test_which_loads_are_damaged(monkeypatch):
+    class Config:
+        kv_connector_extra_config = {"kv_checksum_fault_drill": OPTED_IN}
+
+    drill = object.__new__(_drilled(wrapped_connector(Config)))
+    rare = {"kind": "byte", "probability": 0.25}
+    drill._faults = drill_faults(
+        {"faults": {"a-": "byte", "a-b": "bit_flip", "rare-": rare}}
+    )
+    assert drill._fault("cmpl-a-b-0").kind == "byte", "the first prefix that fits"
+    assert drill._fault("chatcmpl-other") is None
+    monkeypatch.setattr(random, "random", random.Random(5).random)
+    hits = sum(drill._fault("cmpl-rare-1") is not None for _ in range(2000))
+    assert 400 < hits < 600

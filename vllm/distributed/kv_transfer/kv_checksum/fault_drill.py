@@ -40,7 +40,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from .blocks import transferred_blocks
-from .checksum import KVChecksumBlocks
 from .fault_damage import (
     KINDS,
     PAYLOAD_KINDS,
@@ -80,10 +79,15 @@ class Fault:
 
 @dataclass
 class _Order:
-    """A load to damage: travels from the scheduler to the workers."""
+    """A load to damage: travels from the scheduler to the workers.
+
+    `groups` holds the position of the first block and the ids of all, `others` the
+    ids of the previous load's blocks, both per KV cache group id.
+    """
 
     fault: Fault
-    loaded: KVChecksumBlocks
+    num_tokens: int
+    groups: dict[int, tuple[int, list[int]]]
     others: dict[int, list[int]]
 
 
@@ -233,11 +237,19 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             first,
             first + num_external_tokens,
         ).blocks
-        others = self._last_loaded
-        self._last_loaded = {g: list(ids) for g, (_, ids) in loaded.groups.items()}
+        groups = {
+            group_id: (start, [int(block) for block in ids])
+            for group_id, (start, ids) in loaded.groups.items()
+        }
+        others, self._last_loaded = (
+            self._last_loaded,
+            {group_id: ids for group_id, (_, ids) in groups.items()},
+        )
         fault = self._fault(request.request_id)
         if fault is not None:
-            self._new_orders[request.request_id] = _Order(fault, loaded, others)
+            self._new_orders[request.request_id] = _Order(
+                fault, loaded.num_tokens, groups, others
+            )
         params = request.kv_transfer_params or {}
         text = params.get(KV_TRANSFER_PARAMS_KEY)
         if text is not None:
@@ -316,13 +328,13 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             return
         group = fault.group
         if group is None:
-            group = min(order.loaded.groups, default=0)
-        start, ids = order.loaded.groups.get(group, (0, []))
+            group = min(order.groups, default=0)
+        start, ids = order.groups.get(group, (0, []))
         load = LoadedBlocks(
             self._layers.get(group, []),
-            list(ids),
+            ids,
             start,
-            order.loaded.num_tokens,
+            order.num_tokens,
             [i for i in order.others.get(group, []) if i not in ids],
             fault.blocks,
         )
