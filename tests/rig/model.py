@@ -21,11 +21,17 @@ SPECIAL = ("<s>", "</s>")
 
 
 def tiny_qwen3(
-    dtype: str = "bfloat16", *, heads: int = 4, kv_heads: int = 2, cache: Path = CACHE
+    dtype: str = "bfloat16",
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    layers: int = 4,
+    cache: Path = CACHE,
 ) -> Path:
     """Return the folder of a tiny Qwen3 in this dtype, writing it first if it is not there."""
-    recipe = _qwen3_recipe(heads, kv_heads)
-    shape = "" if (heads, kv_heads) == (4, 2) else f"-{heads}x{kv_heads}"
+    recipe = _qwen3_recipe(heads, kv_heads, layers)
+    stock = (heads, kv_heads, layers) == (4, 2, 4)
+    shape = "" if stock else f"-{heads}x{kv_heads}x{layers}"
     name = f"tiny-qwen3{shape}-{dtype}"
     return write_once(name, recipe, lambda f: _write_qwen3(f, dtype, recipe), cache)
 
@@ -52,13 +58,13 @@ def write_once(
     return folder
 
 
-def _qwen3_recipe(heads: int, kv_heads: int) -> dict[str, Any]:
+def _qwen3_recipe(heads: int, kv_heads: int, layers: int) -> dict[str, Any]:
     """Return the model's configuration."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 256,
         "intermediate_size": 512,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": 64,

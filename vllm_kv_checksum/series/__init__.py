@@ -15,6 +15,7 @@ ORDER = (
     "multi_connector",
     "mamba",
     "models",
+    "mooncake_store",
     "metrics",
 )
 

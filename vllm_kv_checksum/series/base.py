@@ -2,13 +2,21 @@
 
 A connector declares the carrier of a request's payload. Where that is the connector
 itself, it takes opaque bytes on the producer's scheduler and gives them back with the
-transfer results of the consumer's workers.
+transfer results of the consumer's workers. A connector that stores KV may store
+checksums with it: the worker fills them in, the connector moves them.
 """
 
 from ..edits import Module, assign
 
 base = Module("distributed/kv_transfer/kv_connector/v1/base.py")
-base.imports("from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier")
+base.imports(
+    """
+    from collections.abc import Collection
+    from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
+    if TYPE_CHECKING:
+        from vllm.distributed.kv_transfer.kv_checksum import KVChecksumWorker
+    """
+)
 with base.cls("KVConnectorTransferResults") as c:
     c.after(
         assign("failed_recving"),
@@ -46,6 +54,45 @@ with base.cls("KVConnectorBase_V1") as c:
 
             """
             raise NotImplementedError
+
+        # Why a connector that could store KV checksums does not, if it does not.
+        kv_checksums_not_stored: str | None = None
+
+        def set_kv_checksum_worker(self, worker: "KVChecksumWorker") -> None:
+            """Take the worker that sums KV blocks, before register_kv_caches.
+
+            A connector that stores KV checksums calls its init_block_checksums, and
+            its save_block_checksums before it reads the blocks it stores.
+
+            Args:
+                worker: sums this rank's KV blocks.
+
+            """
+            return
+
+        def get_kv_checksum_sources(
+            self, request: "Request"
+        ) -> Collection[CacheHitSource]:
+            """The cache tiers whose loads bring stored KV checksums back.
+
+            Args:
+                request: the request whose load starts.
+
+            """
+            return ()
+
+        def on_kv_checksum_failure(
+            self, request: "Request", mismatches: dict[int, list[int]]
+        ) -> None:
+            """Drop stored blocks that must not be loaded again.
+
+            Args:
+                request: the request whose load failed.
+                mismatches: per KV cache group id, positions of blocks whose stored
+                    KV checksums differ, or that the connector failed to load.
+
+            """
+            return
 
         ''',
     )

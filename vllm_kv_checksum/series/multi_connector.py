@@ -7,6 +7,7 @@ received payloads are merged.
 from ..edits import Module, assign
 
 multi = Module("distributed/kv_transfer/kv_connector/v1/multi_connector.py")
+multi.imports("from collections.abc import Collection")
 multi.imports(
     "from vllm.distributed.kv_transfer.kv_checksum import (\n"
     "    KVChecksumCarrier,\n"
@@ -41,6 +42,31 @@ with multi.cls("MultiConnector") as c:
         def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
             connector, _ = multi_connector.send_route(self._connectors, request)
             connector.send_kv_checksums(request, checksums)
+
+        """
+    )
+# Stored checksums: every sub-connector gets the worker, the one that loads is asked.
+with multi.cls("MultiConnector") as c:
+    c.prepend(
+        """
+        def set_kv_checksum_worker(self, worker: Any) -> None:
+            for connector in self._connectors:
+                connector.set_kv_checksum_worker(worker)
+
+        def get_kv_checksum_sources(
+            self, request: "Request"
+        ) -> Collection[CacheHitSource]:
+            chosen = self._requests_to_connector.get(request.request_id)
+            if chosen is None:
+                return ()
+            return self._connectors[chosen].get_kv_checksum_sources(request)
+
+        def on_kv_checksum_failure(
+            self, request: "Request", mismatches: dict[int, list[int]]
+        ) -> None:
+            chosen = self._requests_to_connector.get(request.request_id)
+            if chosen is not None:
+                self._connectors[chosen].on_kv_checksum_failure(request, mismatches)
 
         """
     )

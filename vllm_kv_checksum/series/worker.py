@@ -53,6 +53,8 @@ with connector.function("ActiveKVConnector.__init__") as f:
             vllm_config, self.kv_connector._kv_cache_config, kv_caches_dict
         )
         self._deferred_output: KVConnectorOutput | None = None
+        if self.kv_checksum_worker is not None:
+            self.kv_connector.set_kv_checksum_worker(self.kv_checksum_worker)
         """,
     )
 with connector.function("ActiveKVConnector.pre_forward") as f:

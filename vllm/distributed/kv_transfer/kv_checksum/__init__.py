@@ -21,7 +21,7 @@ _HOME = {
     "create_kv_checksum_worker": "worker",
     "KVChecksumScheduler": "scheduler",
     "KV_TRANSFER_PARAMS_KEY": "scheduler",
-    "create_kv_checksum_scheduler": "scheduler",
+    "create_kv_checksum_scheduler": "enable",
     "KVChecksumProm": "metrics",
 }
 

@@ -54,11 +54,14 @@ class KVChecksumBlocks:
             request and the ids of that block and the following ones.
         seq: number of the send; workers echo it so that sums of a step that was
             rolled back are told from those of its repetition.
+        stored: a load whose blocks bring stored checksums back, which workers
+            report beside their sums.
     """
 
     num_tokens: int
     groups: dict[int, tuple[int, np.ndarray | list[int]]]
     seq: int = 0
+    stored: bool = False
 
 
 @dataclass
@@ -109,6 +112,8 @@ class KVChecksumRecord:
         num_tokens: per request id, the token count that the sums cover.
         seqs: per request id, the number of the send (0 for a load).
         received: per request id, the payload that the worker's connector received.
+        stored: per request id and group id, the stored checksums that came with
+            the loaded blocks: uint64, shape ``(positions,)``.
     """
 
     pp_rank: int
@@ -120,6 +125,7 @@ class KVChecksumRecord:
     num_tokens: dict[str, int] = field(default_factory=dict)
     seqs: dict[str, int] = field(default_factory=dict)
     received: dict[str, bytes] = field(default_factory=dict)
+    stored: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
 
 
 def add_records(

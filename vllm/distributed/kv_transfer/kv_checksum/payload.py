@@ -32,6 +32,9 @@ class KVChecksumCarrier(Enum):
     CONNECTOR = "connector"
     """Beside the KV: the connector's own messages."""
 
+    STORED = "stored"
+    """None is sent: each block's checksum is stored with its KV and loaded back."""
+
     def of_request(self, request: Any, receiving: bool) -> "KVChecksumCarrier | None":
         """This carrier if a prefill of `request` is sent, or its result loaded.
 

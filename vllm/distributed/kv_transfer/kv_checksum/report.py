@@ -25,21 +25,18 @@ class Reporter:
             self._warned.add(key)
             logger.warning(message, *args)
 
-    def load(
-        self, req_id: str, verdict: LoadVerdict, params: dict[str, Any], action: str
-    ) -> None:
+    def load(self, req_id: str, verdict: LoadVerdict, source: str, action: str) -> None:
         """A load that is not verified.
 
         Args:
-            params: its ``kv_transfer_params``, which name the remote engine.
+            source: where it came from.
             action: what is done about it.
         """
         if verdict.mismatched:
             logger.error(
-                "KV checksum mismatch: request %s, remote engine %s at %s, %s; %s",
+                "KV checksum mismatch: request %s, %s, %s; %s",
                 req_id,
-                _short(params.get("remote_engine_id")),
-                _short(_address(params)),
+                source,
                 _differences(verdict),
                 action,
             )
@@ -54,6 +51,12 @@ class Reporter:
             req_id,
             action,
         )
+
+
+def remote_engine(params: dict[str, Any]) -> str:
+    """The engine that a load's ``kv_transfer_params`` name."""
+    engine, address = _short(params.get("remote_engine_id")), _short(_address(params))
+    return f"remote engine {engine} at {address}"
 
 
 def _differences(verdict: LoadVerdict) -> str:

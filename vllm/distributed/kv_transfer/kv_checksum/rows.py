@@ -12,12 +12,16 @@ from .layout import GroupView
 
 @dataclass
 class Part:
-    """Where one request's sums of one group lie in the copied buffer."""
+    """Where one request's sums of one group lie in the copied buffer.
+
+    With `stored`, the buffer's last column holds what was stored with the blocks.
+    """
 
     req_id: str
     group: GroupView
     start: int
     rows: slice
+    stored: bool = False
 
 
 def build_rows(

@@ -5,7 +5,8 @@ Producer: the step that finishes a prompt's KV asks the workers to sum it
 (`add_send`); when the request ends, the parts become a payload
 (`request_finished`). Consumer: the step that starts a load asks the workers to
 sum it once it arrives (`add_recv`); when every worker reports it finished, the
-sums are compared with the payload (`verify`).
+sums are compared with the payload (`verify`), or with checksums that came back from
+an offload tier (`StoredLoads`).
 """
 
 from collections import Counter
@@ -15,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
 from . import payload as wire
@@ -27,9 +29,9 @@ from .checksum import (
     add_records,
     replica_checks,
 )
-from .multi_connector import carries
 from .payload import GroupChecksums, KVChecksumCarrier, KVChecksumPayload
-from .report import Reporter
+from .report import Reporter, remote_engine
+from .stored_loads import StoredLoads, stores_checksums
 from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
 
 logger = init_logger(__name__)
@@ -114,6 +116,12 @@ class KVChecksumScheduler:
         self._recvs: dict[str, _PendingLoad] = {}
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
+        self._stored: StoredLoads | None = None
+        if stores_checksums(connector):
+            _, hash_block_size = resolve_kv_cache_block_sizes(
+                kv_cache_config, vllm_config
+            )
+            self._stored = StoredLoads(connector, kv_cache_config, hash_block_size)
 
     def _transferred(
         self, req_id: str, first_token: int, num_tokens: int
@@ -143,11 +151,18 @@ class KVChecksumScheduler:
     def add_recv(self, request: Any, num_local_tokens: int, num_tokens: int) -> None:
         """An asynchronous load of tokens ``[num_local_tokens, num_tokens)`` starts."""
         carrier = self.connector.kv_checksum_carrier(request, True)
+        if carrier is None and self._stored is not None:
+            if self._stored.covers(request, num_tokens - num_local_tokens):
+                carrier = KVChecksumCarrier.STORED
         if carrier is None:
             return
         req_id = request.request_id
         found = self._transferred(req_id, num_local_tokens, num_tokens)
-        self._scheduled.reqs_to_recv[req_id] = found.blocks
+        if carrier is KVChecksumCarrier.STORED:
+            found.blocks.stored = True
+            self._scheduled.reqs_to_load[req_id] = found.blocks
+        else:
+            self._scheduled.reqs_to_recv[req_id] = found.blocks
         self._recvs[req_id] = _PendingLoad(
             found.blocks,
             carrier,
@@ -217,7 +232,9 @@ class KVChecksumScheduler:
             return bad
         known_failed = {*known_failed, *(output.failed_recving or ())}
         for req_id in known_failed:
-            self._recvs.pop(req_id, None)
+            load = self._recvs.pop(req_id, None)
+            if load is not None and load.blocks.stored and req_id in requests:
+                self._drop_stored(requests[req_id], load, None, output)
         for req_id in output.finished_recving or ():
             load = self._recvs.pop(req_id, None)
             request = requests.get(req_id)
@@ -227,14 +244,29 @@ class KVChecksumScheduler:
                 or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
             ):
                 continue
-            verdict = self._judge(req_id, load)
+            verdict = self._judge(request, load)
             self._count(verdict, load)
             if verdict.outcome == "verified":
                 continue
-            self._reporter.load(req_id, verdict, load.params, self._action())
+            source = remote_engine(load.params)
+            if load.blocks.stored:
+                source = f"store of {type(self.connector).__name__}"
+            self._reporter.load(req_id, verdict, source, self._action())
             if self.fail_closed:
                 bad.add(req_id)
+                if load.blocks.stored:
+                    self._drop_stored(request, load, verdict, output)
         return bad
+
+    def _drop_stored(
+        self, request: Any, load: _PendingLoad, verdict: LoadVerdict | None, output: Any
+    ) -> None:
+        # Not for loads that are served all the same: their blocks may be stored
+        # again, and a bad block would then count as good.
+        assert self._stored is not None
+        self._stats["stored_blocks_dropped"] += self._stored.failed(
+            request, load.blocks, verdict, output.invalid_block_ids or ()
+        )
 
     def request_finished(
         self, request: Any, params: dict[str, Any] | None
@@ -347,7 +379,10 @@ class KVChecksumScheduler:
             checks,
         )
 
-    def _judge(self, req_id: str, load: _PendingLoad) -> LoadVerdict:
+    def _judge(self, request: Any, load: _PendingLoad) -> LoadVerdict:
+        req_id = request.request_id
+        if self._stored is not None and load.blocks.stored:
+            return self._judge_stored(request, load)
         try:
             payload = load.payload()
         except wire.PayloadVersionError:
@@ -374,6 +409,17 @@ class KVChecksumScheduler:
         }
         return judge(payload, local, load.blocks.num_tokens)
 
+    def _judge_stored(self, request: Any, load: _PendingLoad) -> LoadVerdict:
+        assert self._stored is not None
+        if load.unaligned:
+            return LoadVerdict(unverified=Unverified.UNALIGNED_START)
+        try:
+            self._check_reports(request.request_id, load)
+        except _NotComparable as error:
+            return LoadVerdict(unverified=error.reason)
+        records = list(load.records.values())
+        return self._stored.judge(request, load.blocks, records)
+
     # ---- what is seen from outside
 
     def take_stats(self) -> dict[str, int] | None:
@@ -395,66 +441,3 @@ class KVChecksumScheduler:
         if not self.fail_closed:
             return "served as loaded"
         return "recomputing from token 0" if self.recompute else "request failed"
-
-
-def create_kv_checksum_scheduler(
-    vllm_config: Any, connector: Any, kv_cache_manager: Any, kv_cache_config: Any
-) -> KVChecksumScheduler | None:
-    """The scheduler's part, or None if checksums are off or cannot work here.
-
-    Raises:
-        ValueError: they cannot work here and `kv_checksum_fail_closed` is set.
-    """
-    transfer = vllm_config.kv_transfer_config
-    if not transfer.enable_kv_checksum:
-        return None
-    reason = _why_not(vllm_config, connector)
-    if reason is None:
-        logger.info(
-            "KV checksums are on: loads through %s are verified, %s",
-            transfer.kv_connector,
-            f"fail-closed ({transfer.kv_load_failure_policy})"
-            if transfer.kv_checksum_fail_closed
-            else "fail-open",
-        )
-        for inner in getattr(connector, "sub_connectors", ()):
-            if not carries(inner):
-                logger.warning(
-                    "KV checksums: %s carries none between instances; what it loads "
-                    "from another instance is not verified",
-                    type(inner).__name__,
-                )
-        return KVChecksumScheduler(
-            vllm_config, connector, kv_cache_manager, kv_cache_config
-        )
-    if transfer.kv_checksum_fail_closed:
-        raise ValueError(
-            f"kv_checksum_fail_closed is set, but {reason}. Unset "
-            "kv_checksum_fail_closed and enable_kv_checksum in "
-            "--kv-transfer-config, or use a set-up that checksums support."
-        )
-    logger.warning(
-        "KV checksums are off (enable_kv_checksum has no effect): %s", reason
-    )
-    return None
-
-
-def _why_not(vllm_config: Any, connector: Any) -> str | None:
-    """Why checksums cannot work in this configuration, or None."""
-    parallel = vllm_config.parallel_config
-    if not carries(connector):
-        name = vllm_config.kv_transfer_config.kv_connector
-        return f"the KV connector {name} does not carry KV checksums"
-    if (
-        max(
-            parallel.decode_context_parallel_size,
-            parallel.prefill_context_parallel_size,
-        )
-        > 1
-    ):
-        return "context parallelism (DCP or PCP > 1) is not supported"
-    if parallel.distributed_executor_backend == "external_launcher" and (
-        parallel.world_size > 1
-    ):
-        return "with the external launcher each rank sees its own worker only"
-    return None

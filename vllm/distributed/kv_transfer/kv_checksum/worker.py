@@ -7,7 +7,7 @@ them first (the pickling thread, or the scheduler in the same process) waits for
 that copy's event.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from .layout import (
     SumRows,
     TokenOrder,
 )
+from .offload import BlockRun, tags_of_rows, why_not_summed
 from .rows import Part, build_rows
 from .torch_path import _MAX_GATHER_BYTES
 
@@ -66,10 +67,13 @@ class _Pending:
             self.event.synchronize()
         values = self.host.numpy().view(np.uint64)
         for part in self.parts:
-            keys = part.group.replica_keys
-            self.record.checksums[part.req_id][part.group.group_id] = KVChecksumGroup(
+            keys, group_id = part.group.replica_keys, part.group.group_id
+            self.record.checksums[part.req_id][group_id] = KVChecksumGroup(
                 part.start, keys, values[part.rows, : len(keys)].copy()
             )
+            if part.stored:
+                stored = self.record.stored.setdefault(part.req_id, {})
+                stored[group_id] = values[part.rows, -1].copy()
         return self.record
 
 
@@ -139,6 +143,10 @@ class KVChecksumWorker:
                 continue
             if view is not None:
                 self.groups[group_id] = view
+        self._num_blocks: int = kv_cache_config.num_blocks
+        # One entry per block, of the groups whose checksums are stored.
+        self._block_checksums: torch.Tensor | None = None
+        self._stored_groups: frozenset[int] = frozenset()
         device = next(iter(kv_caches.values())).device if kv_caches else "cpu"
         self.device = torch.device(device)
         self._copy_stream = (
@@ -201,6 +209,7 @@ class KVChecksumWorker:
         if scheduled is not None:
             self._sends = scheduled.reqs_to_send
             self._recvs.update(scheduled.reqs_to_recv)
+            self._recvs.update(scheduled.reqs_to_load)
 
     def post_forward(
         self,
@@ -245,6 +254,65 @@ class KVChecksumWorker:
             return output or sums
         return output.aggregate(sums)
 
+    def init_block_checksums(self, group_ids: Collection[int]) -> torch.Tensor:
+        """Keep an entry per block for these KV cache groups.
+
+        Returns the entries, int64 ``(num_blocks,)`` on the cache's device, the same
+        ones at every call: the connector moves an entry wherever it moves the
+        block's KV, and has it back before it reports the load finished.
+
+        Raises:
+            ValueError: a group is not summed here; the message says why.
+        """
+        reason = why_not_summed(self, group_ids)
+        if reason is not None:
+            raise ValueError(reason)
+        self._stored_groups |= frozenset(group_ids)
+        if self._block_checksums is None:
+            self._block_checksums = torch.zeros(
+                self._num_blocks, dtype=torch.int64, device=self.device
+            )
+        return self._block_checksums
+
+    def save_block_checksums(self, runs: Sequence[BlockRun]) -> None:
+        """Queue the entries of full blocks on the current stream.
+
+        After the forward that wrote them and before the connector reads them; not
+        at all for blocks of groups that have no layers here.
+
+        Raises:
+            ValueError: no entries are kept, or hashes are malformed.
+        """
+        if self._block_checksums is None:
+            raise ValueError("init_block_checksums was not called")
+        runs = [run for run in runs if run.group_id in self.groups]
+        sizes = {i: group.block_size for i, group in self.groups.items()}
+        work = {str(i): r.blocks(sizes[r.group_id]) for i, r in enumerate(runs)}
+        rows, segments, parts = build_rows(self.groups, work)
+        if not parts:
+            return
+        tags = tags_of_rows(runs, parts, rows.shape[1])
+        device_rows, sums = self._queue_sums(
+            np.concatenate([rows, tags.view(np.int64)]), segments, self._columns
+        )
+        # Columns that only pad name block 0, which is never stored.
+        self._block_checksums[device_rows[0]] = sums.sum(dim=1) ^ device_rows[3]
+
+    def _queue_sums(
+        self, rows: np.ndarray, segments: list[tuple[GroupView, slice]], columns: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue the sums of `rows`: the rows and ``(n, columns)`` on the device."""
+        device_rows = torch_utils.async_tensor_h2d(
+            torch.from_numpy(rows), device=self.device
+        )
+        sums = torch.zeros(
+            (rows.shape[1], columns), dtype=torch.int64, device=self.device
+        )
+        for group, segment in segments:
+            for column, sum_rows in self._sums[group.group_id]:
+                sum_rows(device_rows[:3, segment], sums[segment, column])
+        return device_rows, sums
+
     def _sum(self, work: dict[str, KVChecksumBlocks]) -> KVChecksumOutput | None:
         if not work:
             return None
@@ -261,15 +329,17 @@ class KVChecksumWorker:
         rows, segments, parts = build_rows(self.groups, work)
         if not parts:
             return KVChecksumOutput([record])
-        device_rows = torch_utils.async_tensor_h2d(
-            torch.from_numpy(rows), device=self.device
+        for part in parts:
+            part.stored = (
+                work[part.req_id].stored and part.group.group_id in self._stored_groups
+            )
+        with_stored = any(part.stored for part in parts)
+        device_rows, sums = self._queue_sums(
+            rows, segments, self._columns + with_stored
         )
-        sums = torch.zeros(
-            (rows.shape[1], self._columns), dtype=torch.int64, device=self.device
-        )
-        for group, segment in segments:
-            for column, sum_rows in self._sums[group.group_id]:
-                sum_rows(device_rows[:, segment], sums[segment, column])
+        if with_stored:
+            assert self._block_checksums is not None
+            sums[:, -1] = self._block_checksums[device_rows[0]]
         return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
 
     def _copy_to_host(

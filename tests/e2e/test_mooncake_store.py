@@ -1,0 +1,266 @@
+"""Real servers that store in, and load from, a real Mooncake store over TCP.
+
+The servers are forked from one process that imported vLLM (rig only). Values are
+damaged by a real client of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rig.model import tiny_qwen3
+from rig.mooncake_store import MooncakeStore, key
+from rig.servers import Server, fork_server, serving
+
+from e2e import pairs
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 8
+BLOCK = 32
+LENGTHS = (70, 100, 161, 225, 400, 1500)
+CHECKED = {"enable_kv_checksum": True, **pairs.MODES["recompute"]}
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with contextlib.closing(fork_server()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    with MooncakeStore(tmp_path_factory.mktemp("mooncake")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_qwen3("float32")
+
+
+@pytest.fixture(scope="module")
+def hashes():
+    """The block hashes of a prompt, as the servers compute them."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        init_none_hash(sha256)
+
+    def compute(prompt):
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        params = SamplingParams(max_tokens=1)
+        request = Request("r", list(prompt), params, None, block_hasher=hasher)
+        return list(request.block_hashes)
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def reference(forks, model):
+    """A single instance without a connector."""
+    common = dict(model=model, dtype="float32", fork_server=forks)
+    with serving(server := Server("store-reference", None, **common)):
+        yield server
+
+
+@dataclass
+class Fleet:
+    """A stores; B, which stores nothing itself, loads and recomputes."""
+
+    tp: int
+    model: Path
+    a: Server
+    b: Server
+
+    def keys(self, block_hash: bytes, **which: bool) -> list[str]:
+        """The block's keys of all ranks."""
+        return [key(self.model, rank, block_hash, **which) for rank in range(self.tp)]
+
+
+@pytest.fixture(scope="module")
+def fleet(request, forks, store, model):
+    """A and B of the TP size that the test is parametrized with."""
+    tp = request.param
+    common = dict(
+        model=model, dtype="float32", fork_server=forks, tp=tp, transfer=CHECKED
+    )
+    a = store.instance(f"store-a-tp{tp}", "kv_producer", **common)
+    dev = {"VLLM_SERVER_DEV_MODE": "1"}
+    b = store.instance(f"store-b-tp{tp}", "kv_consumer", env=dev, **common)
+    with serving(a, b):
+        yield Fleet(tp, model, a, b)
+
+
+def text(server, prompt):
+    return pairs.text_of(server.completions(prompt, MAX_TOKENS))
+
+
+def counts(server):
+    loads = pairs.loads(server)
+    dropped = server.metric("vllm:kv_checksum_stored_blocks_dropped_total")
+    return {**loads, "dropped": int(dropped)}
+
+
+def gained(server, before):
+    return {k: v - before[k] for k, v in counts(server).items() if v != before[k]}
+
+
+def forget(server):
+    """Empty the server's own prefix cache, so that it asks the store again."""
+    assert server.post("/reset_prefix_cache").json() == {"success": True}
+
+
+@pytest.mark.parametrize("fleet", [1, 2], ids=["tp1", "tp2"], indirect=True)
+def test_clean_loads_are_verified_and_texts_equal_a_single_instance(
+    fleet, store, reference, hashes
+):
+    prompts = [pairs.prompt_of(n, fleet.tp) for n in LENGTHS]
+    prompts.append(prompts[-2][:200] + pairs.prompt_of(150, 9))  # a local hit on B
+    expected = [text(reference, prompt) for prompt in prompts]
+    for prompt in prompts:
+        assert text(fleet.a, prompt) in expected
+        store.wait_for([k for h in hashes(prompt) for k in fleet.keys(h)])
+    assert [text(fleet.b, prompt) for prompt in prompts] == expected
+    assert counts(fleet.b) == {
+        "verified": len(prompts),
+        "mismatch": 0,
+        "unverified": 0,
+        "dropped": 0,
+    }
+    blocks = sum((len(prompt) - 1) // BLOCK for prompt in prompts) - 200 // BLOCK
+    assert fleet.b.metric("vllm:kv_checksum_blocks_compared_total") == blocks
+    assert "Loads from the Mooncake store are checked" in fleet.b.log_text()
+
+
+def flip(store, keys, other_keys):
+    value = bytearray(store.get(keys[-1]))
+    value[len(value) // 3] ^= 8
+    store.replace(keys[-1], bytes(value))
+
+
+def other_prefix(store, keys, other_keys):
+    """An intact value of another prompt at the same position."""
+    for mine, other in zip(keys, other_keys, strict=True):
+        store.replace(mine, store.get(other))
+
+
+def truncate(store, keys, other_keys):
+    store.replace(keys[-1], store.get(keys[-1])[:-8])
+
+
+@pytest.mark.parametrize(
+    ("fleet", "damage", "position"),
+    [
+        (1, flip, 0),
+        (1, other_prefix, 3),
+        (1, truncate, 0),
+        (2, flip, 3),
+        (2, truncate, 3),
+    ],
+    indirect=["fleet"],
+)
+def test_a_damaged_value_is_found_removed_and_stored_anew(
+    fleet, store, reference, hashes, damage, position
+):
+    seed = f"{fleet.tp}{position}{damage.__name__}"
+    prompt, other = (random_prompt(seed + s) for s in ("", "other"))
+    expected = text(reference, prompt)
+    for each in (prompt, other):
+        text(fleet.a, each)
+        store.wait_for([k for h in hashes(each) for k in fleet.keys(h)])
+    keys, other_keys = (fleet.keys(hashes(p)[position]) for p in (prompt, other))
+    damage(store, keys, other_keys)
+    before = counts(fleet.b)
+    assert text(fleet.b, prompt) == expected
+    # Mooncake itself refuses a value of another size: the load fails.
+    found = {} if damage is truncate else {"mismatch": 1}
+    assert gained(fleet.b, before) == {**found, "dropped": 1}
+    assert not any(store.exist(keys)), "a bad key is still there"
+    good = [k for h in hashes(prompt) for k in fleet.keys(h) if k not in keys]
+    assert all(store.exist(good)), "a good key was removed"
+    # The next request for the prefix stores good KV, which then loads.
+    assert text(fleet.a, prompt) == expected
+    store.wait_for(keys)
+    forget(fleet.b)
+    before = counts(fleet.b)
+    assert text(fleet.b, prompt) == expected
+    assert gained(fleet.b, before) == {"verified": 1}
+
+
+def random_prompt(seed, length=200):
+    draw = random.Random(seed)
+    return [draw.randrange(2, 512) for _ in range(length)]
+
+
+@pytest.fixture
+def other_model(tmp_path, model):
+    """A model of other layers whose values are as large, under the same name."""
+    folder = tmp_path / model.name
+    folder.symlink_to(tiny_qwen3("float32", kv_heads=1, layers=8))
+    return folder
+
+
+@pytest.mark.parametrize("fleet", [1], indirect=True)
+def test_values_of_another_model_s_layers_and_of_instances_without_checksums(
+    fleet, forks, store, reference, hashes, other_model
+):
+    common = dict(dtype="float32", fork_server=forks)
+    foreign = store.instance(
+        "store-foreign", "kv_producer", model=other_model, transfer=CHECKED, **common
+    )
+    plain = store.instance("store-plain", "kv_both", model=fleet.model, **common)
+    prompts = [random_prompt(s) for s in ("foreign", "plain", "checked")]
+    expected = [text(reference, prompt) for prompt in prompts]
+    with serving(foreign, plain):
+        # Another model's layers: every block is found.
+        foreign.completions(prompts[0], 1).raise_for_status()
+        keys = [k for h in hashes(prompts[0]) for k in fleet.keys(h)]
+        store.wait_for(keys)
+        before = counts(fleet.b)
+        assert text(fleet.b, prompts[0]) == expected[0]
+        assert gained(fleet.b, before) == {"mismatch": 1, "dropped": 6}
+        assert not any(store.exist(keys))
+        # Stored without checksums: not loaded, so not verified. And the reverse.
+        assert text(plain, prompts[1]) == expected[1]
+        stock = [fleet.keys(h, checksums=False)[0] for h in hashes(prompts[1])]
+        store.wait_for(stock)
+        before = counts(fleet.b)
+        assert text(fleet.b, prompts[1]) == expected[1]
+        assert gained(fleet.b, before) == {}
+        calls = store_calls(plain)
+        before = store_calls(fleet.a)
+        assert text(fleet.a, prompts[2]) == expected[2]
+        checked = [fleet.keys(h)[0] for h in hashes(prompts[2])]
+        store.wait_for(checked)
+        assert text(plain, prompts[2]) == expected[2]
+        assert external_tokens(plain) == 0
+        # The cost: eight bytes a block, and not a key or a call more.
+        sizes = [{len(store.get(k)) for k in keys} for keys in (checked, stock)]
+        assert {x - y for x in sizes[0] for y in sizes[1]} == {8}
+        after = store_calls(fleet.a)
+        assert {k: n - before[k] for k, n in after.items()} == calls
+
+
+def external_tokens(server):
+    name = "vllm:prompt_tokens_by_source_total"
+    return server.metric(name, source="external_kv_transfer")
+
+
+def store_calls(server):
+    """Calls to the store, and keys in them, by operation, once all are counted."""
+    server.completions([5, 6, 7], 1).raise_for_status()
+    name = "vllm:mooncake_store_operation"
+    return {
+        (operation, what): server.metric(f"{name}{what}_total", operation=operation)
+        for operation in ("lookup_exists", "save_exists", "save_put")
+        for what in ("", "_keys")
+    }

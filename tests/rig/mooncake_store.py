@@ -1,0 +1,154 @@
+"""A real ``mooncake_master`` over TCP, instances that store in it, and a client that looks into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rig import processes
+from rig.servers import HOST, Server, free_port
+
+SEGMENT = 48 << 20
+"""Bytes that every instance lends to the store."""
+
+
+class MooncakeStore:
+    """One master and a client of it; use as a context manager.
+
+    Keys are built as vLLM builds them: `key` of a model, a rank and a block hash.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self._port, self._metrics_port = free_port(), free_port()
+        self._log_dir = log_dir
+        self._config = log_dir / "mooncake.json"
+        self._client: Any = None
+
+    def __enter__(self) -> MooncakeStore:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._config.write_text(json.dumps(self._settings()))
+        with (self._log_dir / "mooncake_master.log").open("wb") as log:
+            self._master = subprocess.Popen(
+                [
+                    str(Path(sys.executable).parent / "mooncake_master"),
+                    f"-rpc_port={self._port}",
+                    f"-rpc_address={HOST}",
+                    f"-metrics_port={self._metrics_port}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._guard = processes.guard(self._master.pid)
+        self._connect()
+        return self
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of an instance's store."""
+        return {
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": f"{HOST}:{self._port}",
+            "protocol": "tcp",
+            "device_name": "",
+            "mode": "embedded",
+            "global_segment_size": SEGMENT,
+            "local_buffer_size": SEGMENT,
+        }
+
+    def _connect(self, timeout: float = 15) -> None:
+        """Connect a client that lends memory itself: what it puts outlives the instances."""
+        os.environ["MC_FORCE_TCP"] = "1"
+        from mooncake.store import MooncakeDistributedStore
+
+        until = time.monotonic() + timeout
+        while True:
+            client = MooncakeDistributedStore()
+            master = f"{HOST}:{self._port}"
+            status = client.setup(
+                HOST, "P2PHANDSHAKE", SEGMENT, SEGMENT, "tcp", "", master
+            )
+            if status == 0:
+                self._client = client
+                return
+            if time.monotonic() > until:
+                raise RuntimeError(f"mooncake_master did not answer: {status}")
+            time.sleep(0.2)
+
+    def instance(
+        self,
+        name: str,
+        role: str,
+        *,
+        model: Path,
+        transfer: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> Server:
+        """Return an instance that stores in, or loads from, this store (not started)."""
+        # The lookup channel is named by port and host: one of its own each.
+        options = {"lookup_rpc_port": free_port(), **(extra or {})}
+        return Server(
+            name,
+            role,
+            model=model,
+            connector="MooncakeStoreConnector",
+            transfer={"kv_connector_extra_config": options, **(transfer or {})},
+            env={
+                "MOONCAKE_CONFIG_PATH": str(self._config),
+                "MC_FORCE_TCP": "1",
+                **(env or {}),
+            },
+            **kwargs,
+        )
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Tell which of the keys the store holds."""
+        return [found == 1 for found in self._client.batch_is_exist(list(keys))]
+
+    def wait_for(self, keys: Sequence[str], timeout: float = 15) -> None:
+        """Wait until the store holds all of the keys: instances store after they answer."""
+        until = time.monotonic() + timeout
+        while not all(self.exist(keys)):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.exist(keys)} of {list(keys)}")
+            time.sleep(0.05)
+
+    def get(self, key: str) -> bytes:
+        """Return a value."""
+        value: bytes = self._client.get(key)
+        return value
+
+    def replace(self, key: str, value: bytes) -> None:
+        """Put another value in place of a key's."""
+        self._client.remove(key, True)
+        status = self._client.put(key, value)
+        if status != 0:
+            raise RuntimeError(f"Mooncake put failed: {status}")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._client is not None:
+            self._client.close()
+        processes.end(self._master.pid, polite_s=3)
+        self._master.wait(5)
+        processes.dismiss(self._guard)
+
+
+def key(model: Path, rank: int, block_hash: bytes, *, checksums: bool = True) -> str:
+    """Return the key of one block and TP rank."""
+    namespace = "@kv_checksums" if checksums else ""
+    ranks = f"@tp_rank:{rank}@pcp0@dcp0@pp_rank:0@group:0"
+    return f"{model.name}{namespace}{ranks}@{block_hash.hex()}"

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums stored with offloaded KV: entries, loads, verdicts, and what follows."""
+
+from types import SimpleNamespace
+
+import kv_checksum_store as store
+import kv_checksum_utils as u
+import numpy as np
+import pytest
+import torch
+from kv_checksum_instances import write_model
+from test_kv_checksum_worker import SyncingTensor
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KVChecksumBlocks,
+    KVChecksumScheduled,
+    mooncake_store,
+    torch_path,
+)
+from vllm.distributed.kv_transfer.kv_checksum.offload import (
+    BlockRun,
+    block_checksum_tags,
+    hashes_of_blocks,
+)
+from vllm.distributed.kv_transfer.kv_checksum.stored_loads import compare_stored
+
+HASHES = [bytes([7 * i + 1] * 8 + [i] * 24) for i in range(6)]
+VERIFIED, MISMATCH, UNVERIFIED = (
+    f"loads:{v}:stored" for v in ("verified", "mismatch", "unverified")
+)
+MODES = {
+    "open": dict(),
+    "fail": dict(kv_checksum_fail_closed=True, policy="fail"),
+    "recompute": dict(kv_checksum_fail_closed=True, policy="recompute"),
+}
+
+
+# ---- entries
+
+
+def test_a_tag_is_the_hash_s_first_eight_bytes_and_the_fingerprint():
+    tags = block_checksum_tags([bytes(range(16)), bytes(range(16, 32))], 0xFF)
+    assert [hex(t) for t in tags] == ["0x7060504030201ff", "0x17161514131211ef"]
+    assert block_checksum_tags([]).size == 0
+
+
+@pytest.mark.parametrize("hashes", [[b"1234567"], [b"12345678", b"123456789"]])
+def test_malformed_hashes_are_refused(hashes):
+    with pytest.raises(ValueError, match="too short, or of unequal length"):
+        block_checksum_tags(hashes)
+
+
+def test_a_block_s_hash_is_that_of_its_last_hash_block():
+    assert hashes_of_blocks([b"%d" % i for i in range(9)], 2, 1, 4) == [
+        b"3",
+        b"5",
+        b"7",
+    ]
+
+
+def caches(tp=1, layers=3, heads=2, seed=0):
+    spec = u.full_spec(heads * tp)
+    whole = {n: u.random_cache(20, spec, seed=n + seed) for n in range(layers)}
+    ranks = [
+        {n: c[:, r * heads : (r + 1) * heads] for n, c in whole.items()}
+        for r in range(tp)
+    ]
+    return whole, ranks
+
+
+def workers_of(ranks, name=lambda n: u.names(n)[0], heads=2):
+    made = []
+    for rank, kv in enumerate(ranks):
+        named = {name(n): c for n, c in kv.items()}
+        cfg = u.config(20, (list(named), u.full_spec(heads)))
+        made.append(u.worker(cfg, named, tp_rank=rank, tp_size=len(ranks)))
+    return made
+
+
+def test_entries_are_each_rank_s_own_sums_under_their_tags():
+    whole, ranks = caches(tp=2)
+    ids = [4, 9, 11]
+    total = np.zeros(3, np.uint64)
+    for worker in workers_of(ranks):
+        entries = worker.init_block_checksums([0])
+        assert entries.dtype == torch.int64 and entries.shape == (20,)
+        entries[5] = 99
+        worker.save_block_checksums([BlockRun(0, 2, ids, HASHES[:3])])
+        tags = block_checksum_tags(HASHES[:3], worker.groups[0].fingerprint)
+        total += entries[ids].numpy().view(np.uint64) ^ tags
+        assert entries[5] == 99
+    assert [int(v) for v in total] == u.expected_sums(whole, ids, 2, 5 * 16)
+
+
+def test_saving_needs_entries_and_entries_need_a_summed_group():
+    (worker,) = workers_of(caches()[1])
+    with pytest.raises(ValueError, match="init_block_checksums was not called"):
+        worker.save_block_checksums([])
+    worker.skipped[1] = "why"
+    with pytest.raises(ValueError, match="KV cache group 1: why"):
+        worker.init_block_checksums([0, 1])
+
+
+# ---- a load on one worker
+
+
+def stored_load(damage=lambda kv, entries: None, loader=None, hashes=HASHES[:3]):
+    """Store three blocks, load them elsewhere into other blocks; the verdict."""
+    _, (kv,) = caches()
+    (saver,) = workers_of([kv])
+    saved = saver.init_block_checksums([0])
+    saver.save_block_checksums([BlockRun(0, 1, [4, 5, 6], HASHES[:3])])
+    _, (other,) = caches(seed=50)
+    (worker,) = loader([other]) if loader else workers_of([other])
+    entries = worker.init_block_checksums([0])
+    for source, target in ((4, 12), (5, 2), (6, 7)):
+        for n, cache in other.items():
+            cache[target] = kv[n][source]
+        entries[target] = saved[source]
+    damage(other, entries)
+    blocks = KVChecksumBlocks(64, {0: (1, [12, 2, 7])}, stored=True)
+    worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))
+    assert worker.post_forward(None, set(), set()) is None
+    (record,) = worker.post_forward({"r"}, set(), set()).finalize()
+    return compare_stored([record], "r", 0, 1, hashes)
+
+
+def flip(kv, entries):
+    kv[1][2].view(torch.uint8)[1, 3, 5] ^= 16
+
+
+def swap_blocks(kv, entries):
+    """Intact values of other prefixes, each with its own entry."""
+    for cache in (*kv.values(), entries):
+        cache[[12, 2]] = cache[[2, 12]]
+
+
+def lose_entry(kv, entries):
+    entries[7] = 0
+
+
+def other_layers(kvs):
+    return workers_of(kvs, name=lambda n: f"decoder.h.{n}.attn")
+
+
+@pytest.mark.parametrize(
+    ("case", "positions"),
+    [
+        (dict(), []),
+        (dict(damage=flip), [2]),
+        (dict(damage=swap_blocks), [1, 2]),
+        (dict(damage=lose_entry), [3]),
+        (dict(loader=other_layers), [1, 2, 3]),
+        (dict(hashes=[HASHES[0], HASHES[4], HASHES[2]]), [2]),
+    ],
+    ids=["intact", "flip", "swap", "lost entry", "other layers", "other prefix"],
+)
+def test_a_load_is_compared_with_what_was_stored(case, positions):
+    verdict = stored_load(**case)
+    assert (verdict.compared, verdict.positions) == (3, positions)
+    assert [d.position for d in verdict.samples] == positions
+    assert all(d.expected != d.found for d in verdict.samples)
+
+
+def test_saving_and_loading_never_wait_for_the_device():
+    (worker,) = workers_of(caches()[1])
+    worker._sum_layer = torch_path.sum_layer  # what a device runs
+    worker.init_block_checksums([0])
+    worker._block_checksums = worker._block_checksums.as_subclass(SyncingTensor)
+    for layer in worker.groups[0].layers:
+        layer.blocks = layer.blocks.as_subclass(SyncingTensor)
+    blocks = KVChecksumBlocks(32, {0: (0, [3, 4])}, stored=True)
+    worker.save_block_checksums([BlockRun(0, 0, [3, 4], HASHES[:2])])
+    worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))
+    assert worker.post_forward({"r"}, set(), set()) is not None
+
+
+# ---- schedulers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def empty_store():
+    store.STORE.clear()
+
+
+def tokens(number=100, seed=0):
+    return np.random.default_rng(seed).integers(5, 500, number).tolist()
+
+
+def ask(instance, req_id="r", prompt=None):
+    request = instance.add(req_id, prompt or tokens(), None, max_tokens=2)
+    return request, instance.run(request)
+
+
+def stored(position, prompt=None):
+    """The stored value of one block of the prompt."""
+    return list(store.STORE.values())[position]
+
+
+def flip_stored(position=3):
+    stored(position).kv[2].view(torch.uint8)[1, 2, 3] ^= 1
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_clean_loads_verify(model, tp, pp):
+    a = store.StoringInstance(model, tp=tp, pp=pp)
+    ask(a)
+    assert a.stats.get(VERIFIED) is None and len(store.STORE) == 6
+    b = store.StoringInstance(model, tp=tp, pp=pp)
+    request, answer = ask(b)
+    assert answer.finish_reason == FinishReason.LENGTH
+    assert (b.stats[VERIFIED], b.stats["blocks_compared"]) == (1, 6)
+    # A local hit: only the rest is loaded, from a later position on.
+    ask(a, "longer", tokens() + tokens(60, 1))
+    ask(b, "longer", tokens() + tokens(60, 1))
+    assert (b.stats[VERIFIED], b.stats["blocks_compared"]) == (2, 9)
+    assert set(b.stats) == {VERIFIED, "blocks_compared", "blocks_mismatched"}
+    assert not any(x._recvs for x in (b.scheduler.kv_checksum, *b.workers))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_damaged_block(model, mode, log):
+    ask(store.StoringInstance(model))
+    good = {h: v.entries for h, v in store.STORE.items()}
+    flip_stored(3)
+    b = store.StoringInstance(model, **MODES[mode])
+    request, answer = ask(b)
+    assert (b.stats[MISMATCH], b.stats["blocks_mismatched"]) == (1, 1)
+    (line,) = [x for x in log if "KV checksum mismatch" in x]
+    assert "store of MemoryStoreConnector" in line and "position 3 " in line
+    if mode == "open":
+        # It stays, so that every load of it is reported.
+        assert b.store.dropped == [] and len(store.STORE) == 6
+        return
+    assert b.store.dropped == [("r", {0: [3]})]
+    assert b.stats["stored_blocks_dropped"] == 1
+    if mode == "fail":
+        assert answer.finish_reason == FinishReason.ERROR
+        assert len(store.STORE) == 5
+        ask(b, "again")
+    else:
+        assert answer.finish_reason == FinishReason.LENGTH
+        assert ("r", 100) in b.scheduled, "the whole prompt was not recomputed"
+        assert b.stats["recomputed"] == 1
+    # Good KV is stored again, and the next instance loads it.
+    assert {h: v.entries for h, v in store.STORE.items()} == good
+    c = store.StoringInstance(model, **MODES[mode])
+    ask(c)
+    assert c.stats[VERIFIED] == 1 and MISMATCH not in c.stats
+
+
+def test_a_store_that_keeps_a_bad_block_is_not_asked_again(model):
+    ask(store.StoringInstance(model))
+    flip_stored()
+    b = store.StoringInstance(model, **MODES["recompute"])
+    b.store.deaf = True
+    request, answer = ask(b)
+    assert answer.finish_reason == FinishReason.LENGTH
+    assert b.stats[MISMATCH] == 1 and len(b.store.dropped) == 1
+
+
+def test_blocks_that_the_connector_failed_to_load_are_dropped_too(model):
+    ask(store.StoringInstance(model))
+    b = store.StoringInstance(model, **MODES["recompute"])
+    b.invalid_positions = [0]
+    request, answer = ask(b)
+    assert answer.finish_reason == FinishReason.LENGTH
+    assert b.store.dropped == [("r", {0: [0]})]
+    assert not {VERIFIED, MISMATCH, UNVERIFIED} & set(b.stats)
+
+
+@pytest.mark.parametrize("saver", [True, False])
+def test_values_without_checksums_are_never_verified(model, saver, log):
+    """A store that holds none, and an instance that reads none."""
+    ask(store.StoringInstance(model, checksums=saver))
+    b = store.StoringInstance(model, checksums=not saver, **MODES["recompute"])
+    request, answer = ask(b)
+    assert answer.finish_reason == FinishReason.LENGTH
+    assert VERIFIED not in b.stats
+    assert b.stats[MISMATCH if not saver else UNVERIFIED] == 1
+
+
+@pytest.mark.parametrize("sources", [set(), {CacheHitSource.DISK}], ids=len)
+def test_loads_from_other_tiers_are_left_alone(model, sources):
+    ask(store.StoringInstance(model))
+    b = store.StoringInstance(model, **MODES["recompute"])
+    b.store.sources = sources
+    ask(b)
+    assert not {VERIFIED, MISMATCH, UNVERIFIED} & set(b.stats)
+
+
+# ---- Mooncake store
+
+
+def cfg(*specs):
+    return u.config(20, *((u.names(n), s) for n, s in enumerate(specs)))
+
+
+def settings(enabled=True, dcp=1, **extra):
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=dcp, prefill_context_parallel_size=1
+        ),
+        kv_transfer_config=SimpleNamespace(
+            enable_kv_checksum=enabled, kv_connector_extra_config=extra
+        ),
+    )
+
+
+WINDOW = SlidingWindowSpec(
+    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=32
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "groups", "reason"),
+    [
+        (settings(), cfg(u.full_spec(), u.full_spec(4)), None),
+        (settings(enabled=False), cfg(u.full_spec()), "is off"),
+        (settings(dcp=2), cfg(u.full_spec()), "context parallelism"),
+        (settings(store_tp_size=2), cfg(u.full_spec()), "between TP sizes"),
+        (settings(custom_mem_pool="x"), cfg(u.full_spec()), "custom memory pool"),
+        (settings(), cfg(u.full_spec(), WINDOW), "SlidingWindowSpec"),
+    ],
+    ids=["stored", "off", "dcp", "shared", "pool", "window"],
+)
+def test_when_mooncake_stores_checksums(config, groups, reason):
+    found = mooncake_store.why_not_stored(config, groups)
+    assert found is None if reason is None else reason in found
+
+
+class Keys:
+    """Stands for a store: which keys it was asked to remove, and its answers."""
+
+    def __init__(self, statuses):
+        self.statuses, self.asked = statuses, []
+
+    def batch_remove(self, keys, force=False):
+        assert force
+        self.asked += keys
+        return self.statuses[: len(keys)]
+
+
+def removing(statuses):
+    side = object.__new__(mooncake_store.MooncakeStoreChecksums)
+    side._worker = SimpleNamespace(
+        store=Keys(statuses), _lookup_key_prefixes=(("m@tp0", "m@tp1"),)
+    )
+    return side
+
+
+@pytest.mark.parametrize(
+    ("statuses", "answer"),
+    [([0, 0], b"\x01"), ([0, -704], b"\x01"), ([-706, 0], b"\x00")],
+    ids=["removed", "gone already", "refused"],
+)
+def test_failures_are_removed_for_every_rank(statuses, answer, log):
+    side = removing(statuses)
+    message = mooncake_store._encoder.encode({0: [b"\x01\xff"]})
+    assert side.remove([mooncake_store.REMOVE_MSG, message]) == answer
+    assert side._worker.store.asked == ["m@tp0@01ff", "m@tp1@01ff"]
+    assert any("ERROR" in x and "did not remove" in x for x in log) == (
+        answer == b"\x00"
+    )
+
+
+@pytest.mark.parametrize("message", [b"", b"\xc1", b"\x81\x05\x91\xc4\x01a"])
+def test_a_malformed_removal_is_answered(message, log):
+    assert removing([]).remove([mooncake_store.REMOVE_MSG, message]) == b"\x00"
+    assert any("were not removed" in x for x in log)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake store: a block's checksum is eight more bytes of its value.
+
+No key, round trip or copy is added: the entries of `KVChecksumWorker` are one more
+registered region, so a value ends with its block's entry. Such values have a key
+namespace of their own, so that instances with and without checksums never read
+each other's. Both sides of a connector decide alike, from the configuration,
+whether checksums are stored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from vllm.logger import init_logger
+
+from .offload import (
+    BlockRun,
+    hashes_of_blocks,
+    why_not_summed,
+    why_whole_blocks_differ,
+)
+
+logger = init_logger(__name__)
+
+NAMESPACE = "@kv_checksums"
+
+REMOVE_MSG = b"remove_kv_checksum_failures"
+"""Tag, on the lookup channel, of a request to remove blocks on every rank."""
+
+_OK, _ERROR = b"\x01", b"\x00"
+_OBJECT_NOT_FOUND = -704
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(dict[int, list[bytes]])
+
+
+def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why this instance stores no checksums, or None."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    if not transfer.enable_kv_checksum:
+        return "enable_kv_checksum is off"
+    options = transfer.kv_connector_extra_config
+    if parallel.decode_context_parallel_size > 1 or (
+        parallel.prefill_context_parallel_size > 1
+    ):
+        return "context parallelism (DCP or PCP > 1) is not supported"
+    if options.get("enable_store_tp_lcm") or options.get("store_tp_size") is not None:
+        return "values are shared between TP sizes (store_tp_size), not one rank's own"
+    if options.get("custom_mem_pool"):
+        return "the KV cache lies in a custom memory pool"
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        return "the KV cache is host-resident in part"
+    return why_whole_blocks_differ(kv_cache_config.prefix_cacheable_groups)
+
+
+class MooncakeStoreChecksums:
+    """Entries stored with a Mooncake store worker's values.
+
+    Args:
+        store_worker: the connector's worker, before its caches are registered.
+        checksums: this rank's `KVChecksumWorker`.
+    """
+
+    def __init__(self, store_worker: Any, checksums: Any) -> None:
+        self._worker, self._checksums = store_worker, checksums
+        config = store_worker._kv_cache_config
+        self._group_ids: Sequence[int] = config.prefix_cacheable_group_ids
+        self._entries = checksums.init_block_checksums(self._group_ids)
+        first = store_worker.token_dbs[0].metadata
+        metadata = replace(first, store_namespace=first.store_namespace + NAMESPACE)
+        store_worker.token_dbs = store_worker._build_token_databases(metadata, None)
+        store_worker._init_lookup_key_prefixes()
+
+    def register(self) -> None:
+        """Add the entries as the last region of every value.
+
+        Raises:
+            RuntimeError: the store does not take the memory.
+        """
+        address, size = self._entries.data_ptr(), self._entries.element_size()
+        status = self._worker.store.register_buffer(address, self._entries.nbytes)
+        if status != 0:
+            raise RuntimeError(
+                f"Mooncake register_buffer failed for KV checksums: {status}"
+            )
+        for db in self._worker.token_dbs:
+            db.store_layout.kv_caches_base_addr.append(address)
+            db.store_layout.block_len.append(size)
+
+    def save(self, requests: Sequence[Any]) -> None:
+        """Queue the entries of the blocks that a step's `ReqMeta` ask to store."""
+        runs = []
+        for request in requests:
+            if not request.can_save:
+                continue
+            for index, db in enumerate(self._worker.token_dbs):
+                ids, hashes = request.block_ids[index], request.block_hashes
+                scale = db.block_size // db.hash_block_size
+                start = request.token_ids_start // db.block_size
+                stop = request.token_len_chunk // db.block_size
+                stop = min(stop, len(ids), len(hashes) // scale)
+                if start < stop:
+                    hashes = hashes_of_blocks(hashes, scale, start, stop)
+                    group_id = self._group_ids[index]
+                    runs.append(BlockRun(group_id, start, ids[start:stop], hashes))
+        if runs:
+            self._checksums.save_block_checksums(runs)
+
+    def remove(self, frames: Sequence[Any]) -> bytes:
+        """Answer a `REMOVE_MSG`: remove blocks' keys of every rank from the store.
+
+        Forced, because the load that failed still holds a lease on them.
+        """
+        try:
+            wanted = _decoder.decode(bytes(frames[1]))
+            keys = [
+                f"{prefix}@{block_hash.hex()}"
+                for index, hashes in wanted.items()
+                for prefix in self._worker._lookup_key_prefixes[index]
+                for block_hash in hashes
+            ]
+            results = self._worker.store.batch_remove(keys, force=True)
+        except Exception as error:
+            # Whatever it is, the channel must answer, or lookups hang.
+            logger.error("KV checksum failures were not removed: %s", error)
+            return _ERROR
+        failed = [
+            (key, status)
+            for key, status in zip(keys, results, strict=True)
+            if status not in (0, _OBJECT_NOT_FOUND)
+        ]
+        if failed:
+            logger.error(
+                "Mooncake did not remove %d of %d keys that failed their KV checksums "
+                "(first: %s)",
+                len(failed),
+                len(keys),
+                failed[:3],
+            )
+            return _ERROR
+        logger.info("Removed %d keys that failed their KV checksums", len(keys))
+        return _OK
+
+
+def create_mooncake_store_checksums(
+    store_worker: Any, checksums: Any, reason: str | None
+) -> MooncakeStoreChecksums | None:
+    """What a store worker does about checksums, or None, with the reason logged.
+
+    Args:
+        checksums: this rank's `KVChecksumWorker`.
+        reason: what `why_not_stored` says.
+    """
+    if store_worker._capacity_only:
+        return None
+    group_ids = store_worker._kv_cache_config.prefix_cacheable_group_ids
+    reason = reason or why_not_summed(checksums, group_ids)
+    if reason is not None:
+        logger.warning("Loads from the Mooncake store are not checked: %s", reason)
+        return None
+    logger.info(
+        "Loads from the Mooncake store are checked: every value holds its block's KV "
+        "checksum, keys hold %r",
+        NAMESPACE,
+    )
+    return MooncakeStoreChecksums(store_worker, checksums)
+
+
+def remove_failures(
+    store_scheduler: Any, block_hashes: Sequence[bytes], bad: dict[int, list[int]]
+) -> None:
+    """Ask the worker of rank 0 to remove blocks, without waiting for it.
+
+    The lookup channel's one thread sends it, so later lookups find them gone.
+
+    Args:
+        store_scheduler: the connector's scheduler side.
+        block_hashes: the request's hashes.
+        bad: per KV cache group id, positions of blocks in the request.
+    """
+    wanted: dict[int, list[bytes]] = {}
+    for group_id, positions in bad.items():
+        index = store_scheduler._store_group_id_by_kv_cache_group_id[group_id]
+        groups = store_scheduler.kv_cache_config.kv_cache_groups
+        size = groups[group_id].kv_cache_spec.block_size
+        scale = size // store_scheduler._hash_block_size
+        wanted[index] = [block_hashes[(p + 1) * scale - 1] for p in positions]
+    client = store_scheduler.client
+    client.executor.submit(_send_remove, client.socket, _encoder.encode(wanted))
+
+
+def _send_remove(socket: Any, message: bytes) -> None:
+    try:
+        socket.send_multipart((REMOVE_MSG, message))
+        answer = bytes(socket.recv())
+    except Exception as error:
+        logger.error("KV checksum failures were not removed: %s", error)
+        return
+    if answer != _OK:
+        logger.error("KV checksum failures were not removed; see rank 0's log")

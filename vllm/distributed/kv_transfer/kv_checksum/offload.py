@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums that are stored with offloaded KV and come back with it.
+
+A connector that stores KV asks the worker for one int64 entry per block
+(`KVChecksumWorker.init_block_checksums`), has the entries of the blocks it is
+about to store filled in (`save_block_checksums`) and moves an entry wherever it
+moves its block's KV. An entry is this rank's own sum of a full block, XORed with a
+tag of the block's hash and of the group's layers, so that an intact value of
+another prefix or of another model's layers fails like a damaged one. A rank checks
+what it stored itself: nothing is added up over ranks.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .checksum import KVChecksumBlocks
+from .rows import Part
+
+_TAG_BYTES = 8
+
+
+class BlockRun(NamedTuple):
+    """Full blocks of one request that follow one another.
+
+    Attributes:
+        group_id: their KV cache group.
+        start: position of the first block in the request.
+        block_ids: their ids.
+        block_hashes: their prefix hashes, one per block, all of one length.
+    """
+
+    group_id: int
+    start: int
+    block_ids: Sequence[int]
+    block_hashes: Sequence[bytes]
+
+    def blocks(self, block_size: int) -> KVChecksumBlocks:
+        """The run as blocks to sum, all of whose tokens count."""
+        num_tokens = (self.start + len(self.block_ids)) * block_size
+        return KVChecksumBlocks(
+            num_tokens, {self.group_id: (self.start, list(self.block_ids))}
+        )
+
+
+def block_checksum_tags(
+    block_hashes: Sequence[bytes], fingerprint: int = 0
+) -> np.ndarray:
+    """What the blocks' entries are XORed with: uint64, shape ``(blocks,)``.
+
+    Args:
+        block_hashes: the blocks' prefix hashes, all of one length.
+        fingerprint: identifies the layers that the entries sum (uint64).
+
+    Raises:
+        ValueError: hashes shorter than 8 bytes, or of unequal length.
+    """
+    if not len(block_hashes):
+        return np.zeros(0, np.uint64)
+    length = len(block_hashes[0])
+    data = np.frombuffer(b"".join(block_hashes), np.uint8)
+    if length < _TAG_BYTES or data.size != length * len(block_hashes):
+        raise ValueError("block hashes are too short, or of unequal length")
+    first = np.ascontiguousarray(data.reshape(-1, length)[:, :_TAG_BYTES])
+    return first.view("<u8")[:, 0] ^ np.uint64(fingerprint)
+
+
+def tags_of_rows(
+    runs: Sequence[BlockRun], parts: Sequence[Part], num_rows: int
+) -> np.ndarray:
+    """Tags of the runs' rows: uint64, shape ``(1, num_rows)``.
+
+    Args:
+        parts: where each run's rows lie; its request id is the run's number.
+    """
+    tags: np.ndarray = np.zeros((1, num_rows), np.uint64)
+    for part in parts:
+        hashes = runs[int(part.req_id)].block_hashes
+        tags[0, part.rows] = block_checksum_tags(hashes, part.group.fingerprint)
+    return tags
+
+
+def hashes_of_blocks(
+    block_hashes: Sequence[bytes], scale: int, start: int, stop: int
+) -> Sequence[bytes]:
+    """The hashes of the blocks at positions ``[start, stop)``.
+
+    Args:
+        block_hashes: a request's hashes, one per hash block.
+        scale: hash blocks per block; the last one's hash stands for the block,
+            because it covers everything before it.
+    """
+    return block_hashes[(start + 1) * scale - 1 : stop * scale : scale]
+
+
+def why_whole_blocks_differ(kv_cache_groups: Sequence[Any]) -> str | None:
+    """Why a stored value may not be one whole block of every token, or None."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    for group in kv_cache_groups:
+        spec = group.kv_cache_spec
+        for one in getattr(spec, "kv_cache_specs", {None: spec}).values():
+            # Subclasses may hold something else than every token's KV.
+            if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"{type(one).__name__} layers are not full attention"
+    return None
+
+
+def why_not_summed(worker: Any, group_ids: Collection[int]) -> str | None:
+    """Why a worker cannot sum all of these groups, or None."""
+    for group_id in group_ids:
+        if group_id in worker.skipped:
+            return f"KV cache group {group_id}: {worker.skipped[group_id]}"
+    return None

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads that bring stored checksums back, in the scheduler.
+
+The workers' entries are compared with their own sums here, because the tags that
+they carry are made of the request's block hashes. What must not be used again is
+reported to the connector, and a request whose load failed is kept from the caches:
+it would find the same blocks again.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .checksum import KVChecksumBlocks, KVChecksumRecord
+from .offload import block_checksum_tags, hashes_of_blocks
+from .verdict import MAX_SAMPLES, Difference, GroupVerdict, LoadVerdict, Unverified
+
+
+def stores_checksums(connector: Any) -> bool:
+    """Whether loads through `connector`, or one inside it, may bring checksums back."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if inner := getattr(connector, "sub_connectors", None):
+        return any(map(stores_checksums, inner))
+    own = type(connector).get_kv_checksum_sources
+    return own is not KVConnectorBase_V1.get_kv_checksum_sources
+
+
+def why_not_stored(connector: Any) -> str | None:
+    """Why `connector`, or none of those inside it, stores checksums; or None."""
+    if inner := getattr(connector, "sub_connectors", None):
+        reasons = [why_not_stored(c) for c in inner if stores_checksums(c)]
+        return None if None in reasons else "; ".join(map(str, reasons))
+    reason: str | None = connector.kv_checksums_not_stored
+    return reason
+
+
+class StoredLoads:
+    """What is particular to such loads.
+
+    Args:
+        connector: the scheduler-side KV connector.
+        kv_cache_config: the KV cache groups.
+        hash_block_size: tokens per block hash of a request.
+    """
+
+    def __init__(
+        self, connector: Any, kv_cache_config: Any, hash_block_size: int
+    ) -> None:
+        self._connector = connector
+        self._groups = kv_cache_config.kv_cache_groups
+        self._hash_block_size = hash_block_size
+
+    def covers(self, request: Any, num_tokens: int) -> bool:
+        """Whether a load of `num_tokens` that starts brings checksums back."""
+        sources = self._connector.get_kv_checksum_sources(request)
+        if not sources:
+            return False
+        tiers = self._connector.get_external_cache_hit_sources(request, num_tokens)
+        return bool(tiers) and set(tiers) <= set(sources)
+
+    def judge(
+        self, request: Any, blocks: KVChecksumBlocks, records: list[KVChecksumRecord]
+    ) -> LoadVerdict:
+        """Compare what every worker summed with what it had stored.
+
+        A group of which no worker has stored checksums stays out of the verdict:
+        that is fixed, and said, when the workers start.
+        """
+        verdict, req_id = LoadVerdict(), request.request_id
+        for group_id, (start, ids) in blocks.groups.items():
+            if not any(group_id in r.stored.get(req_id, {}) for r in records):
+                continue
+            size = self._groups[group_id].kv_cache_spec.block_size
+            # Checksums are stored for full blocks.
+            stop = min(start + len(ids), blocks.num_tokens // size)
+            hashes = hashes_of_blocks(
+                request.block_hashes, size // self._hash_block_size, start, stop
+            )
+            if stop < start + len(ids) or len(hashes) != len(ids):
+                outcome = GroupVerdict(unverified=Unverified.NUM_TOKENS)
+            else:
+                outcome = compare_stored(records, req_id, group_id, start, hashes)
+            verdict.groups[group_id] = outcome
+        if not verdict.groups:
+            verdict.unverified = Unverified.NO_PAYLOAD
+        return verdict
+
+    def failed(
+        self,
+        request: Any,
+        blocks: KVChecksumBlocks,
+        verdict: LoadVerdict | None = None,
+        invalid_block_ids: Iterable[int] = (),
+    ) -> int:
+        """A load failed: have its bad blocks dropped; how many are.
+
+        Args:
+            verdict: what was found wrong, or None if the connector itself reports
+                the load as failed.
+            invalid_block_ids: the blocks that the connector reports; none: all.
+        """
+        if verdict is not None:
+            bad = {i: g.positions for i, g in verdict.groups.items()}
+        else:
+            invalid = np.fromiter(invalid_block_ids, np.int64)
+            bad = {
+                i: _positions(start, ids, invalid)
+                for i, (start, ids) in blocks.groups.items()
+            }
+        bad = {i: positions for i, positions in bad.items() if positions}
+        if bad:
+            self._connector.on_kv_checksum_failure(request, bad)
+        # Neither cache is asked again for this request: whatever the connector
+        # still holds, the recompute does not load it a second time.
+        request.skip_reading_prefix_cache = True
+        return sum(map(len, bad.values()))
+
+
+def _positions(start: int, ids: Any, invalid: np.ndarray) -> list[int]:
+    found = np.isin(ids, invalid) if len(invalid) else np.ones(len(ids), bool)
+    positions: list[int] = (start + np.flatnonzero(found)).tolist()
+    return positions
+
+
+def compare_stored(
+    records: list[KVChecksumRecord],
+    req_id: str,
+    group_id: int,
+    start: int,
+    hashes: Sequence[bytes],
+) -> GroupVerdict:
+    """Compare one group, every worker on its own.
+
+    Args:
+        start: position of the first block that was loaded.
+        hashes: the blocks' prefix hashes; their number is that of the blocks.
+    """
+    result = GroupVerdict()
+    bad: np.ndarray = np.zeros(len(hashes), bool)
+    for record in records:
+        if group_id not in record.fingerprints:
+            if group_id in record.skipped_groups:
+                return GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
+            continue  # no layers of the group on this worker
+        stored = record.stored.get(req_id, {}).get(group_id)
+        if stored is None:
+            return GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
+        sums = record.checksums[req_id][group_id]
+        found = sums.values.sum(axis=1, dtype=np.uint64)
+        if sums.start != start or not len(found) == len(stored) == len(hashes):
+            return GroupVerdict(unverified=Unverified.OTHER_BLOCKS)
+        tags = block_checksum_tags(hashes, record.fingerprints[group_id])
+        expected = stored ^ tags
+        differ = expected != found
+        bad |= differ
+        for at in np.flatnonzero(differ)[: MAX_SAMPLES - len(result.samples)]:
+            result.samples.append(
+                Difference(start + int(at), int(expected[at]), int(found[at]))
+            )
+    result.compared = len(hashes)
+    result.positions = (start + np.flatnonzero(bad)).tolist()
+    return result

@@ -1,0 +1,84 @@
+"""Mooncake store: checksums are stored with the KV and checked when it is loaded.
+
+The worker's entries are one more region of every value, filled in before the event
+that the sending thread waits for. A load that fails has its blocks removed for
+every rank by the worker of rank 0, which answers on the lookup channel.
+"""
+
+from ..edits import Module, assign
+
+_PATH = "distributed/kv_transfer/kv_connector/v1/mooncake/store"
+
+connector = Module(f"{_PATH}/connector.py")
+connector.imports(
+    """
+    from vllm.distributed.kv_transfer.kv_checksum import mooncake_store as kv_checksums
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    """
+)
+with connector.function("MooncakeStoreConnector.__init__") as f:
+    f.after(
+        assign("self._kv_cache_config"),
+        """
+        self.kv_checksums_not_stored = kv_checksums.why_not_stored(
+            vllm_config, kv_cache_config
+        )
+        """,
+    )
+with connector.cls("MooncakeStoreConnector") as c:
+    c.prepend(
+        """
+        def set_kv_checksum_worker(self, worker: Any) -> None:
+            store_worker = self.connector_worker
+            store_worker.kv_checksums = kv_checksums.create_mooncake_store_checksums(
+                store_worker, worker, self.kv_checksums_not_stored
+            )
+
+        def get_kv_checksum_sources(self, request: Request) -> set[CacheHitSource]:
+            if self.kv_checksums_not_stored is not None:
+                return set()
+            return {self._cache_hit_source}
+
+        def on_kv_checksum_failure(
+            self, request: Request, mismatches: dict[int, list[int]]
+        ) -> None:
+            kv_checksums.remove_failures(
+                self.connector_scheduler, request.block_hashes, mismatches
+            )
+
+        """
+    )
+
+worker = Module(f"{_PATH}/worker.py")
+worker.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum.mooncake_store import REMOVE_MSG"
+)
+with worker.cls("MooncakeStoreWorker") as c:
+    c.prepend("kv_checksums = None")
+with worker.function("MooncakeStoreWorker.register_kv_caches") as f:
+    f.before(
+        assign("registered_buffers"),
+        """
+        if self.kv_checksums is not None:
+            self.kv_checksums.register()
+        """,
+    )
+with worker.function("MooncakeStoreWorker.wait_for_save") as f:
+    f.before(
+        "current_event = None",
+        """
+        if self.kv_checksums is not None:
+            self.kv_checksums.save(metadata.requests)
+        """,
+    )
+with worker.function("LookupKeyServer.__init__.process_request") as f:
+    f.before(
+        "if msg_type == LOOKUP_MSG:",
+        """
+        if msg_type == REMOVE_MSG and self.store_worker.kv_checksums is not None:
+            self.socket.send(self.store_worker.kv_checksums.remove(all_frames))
+            continue
+        """,
+    )
+
+MODULES = [connector, worker]
