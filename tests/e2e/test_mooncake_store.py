@@ -6,7 +6,6 @@ damaged by a real client of the store.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from rig.model import tiny_qwen3
 from rig.mooncake_store import MooncakeStore, key
-from rig.servers import Server, fork_server, serving
+from rig.servers import Server, serving
 
 from e2e import pairs
 
@@ -24,18 +23,6 @@ MAX_TOKENS = 8
 BLOCK = 32
 LENGTHS = (70, 100, 161, 225, 400, 1500)
 CHECKED = {"enable_kv_checksum": True, **pairs.MODES["recompute"]}
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with contextlib.closing(fork_server()) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with MooncakeStore(tmp_path_factory.mktemp("mooncake")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +65,7 @@ class Fleet:
 
     tp: int
     model: Path
+    store: MooncakeStore
     a: Server
     b: Server
 
@@ -86,18 +74,19 @@ class Fleet:
         return [key(self.model, rank, block_hash, **which) for rank in range(self.tp)]
 
 
-@pytest.fixture(scope="module")
-def fleet(request, forks, store, model):
-    """A and B of the TP size that the test is parametrized with."""
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def fleet(request, forks, model, tmp_path_factory):
+    """A store of its own: a master goes on giving out the memory of instances that left."""
     tp = request.param
     common = dict(
         model=model, dtype="float32", fork_server=forks, tp=tp, transfer=CHECKED
     )
-    a = store.instance(f"store-a-tp{tp}", "kv_producer", **common)
-    dev = {"VLLM_SERVER_DEV_MODE": "1"}
-    b = store.instance(f"store-b-tp{tp}", "kv_consumer", env=dev, **common)
-    with serving(a, b):
-        yield Fleet(tp, model, a, b)
+    with MooncakeStore(tmp_path_factory.mktemp("mooncake")) as store:
+        a = store.instance(f"store-a-tp{tp}", "kv_producer", **common)
+        dev = {"VLLM_SERVER_DEV_MODE": "1"}
+        b = store.instance(f"store-b-tp{tp}", "kv_consumer", env=dev, **common)
+        with serving(a, b):
+            yield Fleet(tp, model, store, a, b)
 
 
 def text(server, prompt):
@@ -119,10 +108,10 @@ def forget(server):
     assert server.post("/reset_prefix_cache").json() == {"success": True}
 
 
-@pytest.mark.parametrize("fleet", [1, 2], ids=["tp1", "tp2"], indirect=True)
 def test_clean_loads_are_verified_and_texts_equal_a_single_instance(
-    fleet, store, reference, hashes
+    fleet, reference, hashes
 ):
+    store = fleet.store
     prompts = [pairs.prompt_of(n, fleet.tp) for n in LENGTHS]
     prompts.append(prompts[-2][:200] + pairs.prompt_of(150, 9))  # a local hit on B
     expected = [text(reference, prompt) for prompt in prompts]
@@ -157,20 +146,19 @@ def truncate(store, keys, other_keys):
     store.replace(keys[-1], store.get(keys[-1])[:-8])
 
 
-@pytest.mark.parametrize(
-    ("fleet", "damage", "position"),
-    [
-        (1, flip, 0),
-        (1, other_prefix, 3),
-        (1, truncate, 0),
-        (2, flip, 3),
-        (2, truncate, 3),
-    ],
-    indirect=["fleet"],
-)
-def test_a_damaged_value_is_found_removed_and_stored_anew(
-    fleet, store, reference, hashes, damage, position
-):
+CASES = {
+    1: [(flip, 0), (other_prefix, 3), (truncate, 0)],
+    2: [(flip, 3), (truncate, 3)],
+}
+
+
+def test_damaged_values_are_found_removed_and_stored_anew(fleet, reference, hashes):
+    for damage, position in CASES[fleet.tp]:
+        one_damaged_value(fleet, reference, hashes, damage, position)
+
+
+def one_damaged_value(fleet, reference, hashes, damage, position):
+    store = fleet.store
     seed = f"{fleet.tp}{position}{damage.__name__}"
     prompt, other = (random_prompt(seed + s) for s in ("", "other"))
     expected = text(reference, prompt)
@@ -211,8 +199,9 @@ def other_model(tmp_path, model):
 
 @pytest.mark.parametrize("fleet", [1], indirect=True)
 def test_values_of_another_model_s_layers_and_of_instances_without_checksums(
-    fleet, forks, store, reference, hashes, other_model
+    fleet, forks, reference, hashes, other_model
 ):
+    store = fleet.store
     common = dict(dtype="float32", fork_server=forks)
     foreign = store.instance(
         "store-foreign", "kv_producer", model=other_model, transfer=CHECKED, **common

@@ -16,6 +16,7 @@ ORDER = (
     "mamba",
     "models",
     "mooncake_store",
+    "simple_cpu_offload",
     "metrics",
 )
 

@@ -5,7 +5,8 @@ the module it changes to be imported, so that nothing is loaded earlier than vLL
 ``KV_CHECKSUM_RIG_ADJUST=0`` in the environment turns all of them off.
 
 None of them touches what a KV transfer carries: they lower the idle load of a small machine, and answer a
-question about a device that is not there.
+question about a device that is not there. Only host-memory offload gets another copy engine
+(``offload_adjustments``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from kv_checksum_rig import tables
+from kv_checksum_rig import offload_adjustments, tables
 from kv_checksum_rig.on_import import on_import
 
 NIXL_PROGRESS_DELAY_US = 1000
@@ -27,6 +28,7 @@ def apply() -> None:
     if os.environ.get("KV_CHECKSUM_RIG_ADJUST") == "0":
         return
     tables.apply()
+    offload_adjustments.apply()
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
     on_import(
         "vllm.distributed.device_communicators.shm_broadcast", no_broadcast_busy_loop

@@ -1,0 +1,79 @@
+"""A real server that offloads KV to host memory (SimpleCPUOffloadConnector).
+
+Rig only: forked, and blocks are copied by memmove where vLLM would queue copies
+between device and host memory. Loads are damaged by the fault drill.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from rig.model import tiny_qwen3
+from rig.servers import Server, serving
+
+from e2e import pairs
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = pairs.prompt_of(200, 21)
+MAX_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def server(forks):
+    options = {
+        "cpu_bytes_to_use": 32 << 20,
+        "kv_checksum_fault_drill": {
+            "damage_kv_on_purpose": True,
+            "connector": "SimpleCPUOffloadConnector",
+            "faults": {"flip-": "bit_flip"},
+        },
+    }
+    transfer = {
+        "enable_kv_checksum": True,
+        **pairs.MODES["recompute"],
+        "kv_connector_module_path": pairs.DRILL,
+        "kv_connector_extra_config": options,
+    }
+    made = Server(
+        "offload",
+        "kv_both",
+        model=tiny_qwen3(),
+        connector="KVChecksumFaultDrill",
+        transfer=transfer,
+        fork_server=forks,
+        env={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+    with serving(made):
+        yield made
+
+
+def ask(server, request_id):
+    """Ask for the prompt with nothing of it in the server's own prefix cache."""
+    until = time.monotonic() + 10
+    # Blocks that are being offloaded hold the cache for a moment.
+    while not server.post("/reset_prefix_cache").json()["success"]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return pairs.text_of(server.completions(PROMPT, MAX_TOKENS, request_id=request_id))
+
+
+def counts(server):
+    dropped = server.metric("vllm:kv_checksum_stored_blocks_dropped_total")
+    return (*pairs.loads(server).values(), int(dropped))
+
+
+def test_offloaded_blocks_are_verified_dropped_and_offloaded_anew(server):
+    expected = ask(server, "first")
+    assert counts(server) == (0, 0, 0, 0)
+    assert ask(server, "clean") == expected
+    assert counts(server) == (1, 0, 0, 0)
+    assert server.metric("vllm:kv_checksum_blocks_compared_total") == 6
+    # A flipped bit: found, the block dropped, the answer right all the same.
+    assert ask(server, "flip-1") == expected
+    assert counts(server) == (1, 1, 0, 1)
+    # The recompute offloaded good KV.
+    assert ask(server, "again") == expected
+    assert counts(server) == (2, 1, 0, 1)
+    assert "Loads of offloaded KV are checked" in server.log_text()
