@@ -10,6 +10,8 @@ import pytest
 import torch
 from kv_checksum_instances import write_model
 from test_kv_checksum_worker import SyncingTensor
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -18,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
     KVChecksumScheduled,
     mooncake_store,
+    simple_cpu_offload,
     torch_path,
 )
 from vllm.distributed.kv_transfer.kv_checksum.offload import (
@@ -376,3 +379,54 @@ def test_failures_are_removed_for_every_rank(statuses, answer, log):
 def test_a_malformed_removal_is_answered(message, log):
     assert removing([]).remove([mooncake_store.REMOVE_MSG, message]) == b"\x00"
     assert any("were not removed" in x for x in log)
+
+
+# ---- SimpleCPUOffloadConnector
+
+
+@pytest.mark.parametrize(
+    ("config", "groups", "reason"),
+    [
+        (settings(), cfg(u.full_spec(), u.full_spec(4)), None),
+        (settings(enabled=False), cfg(u.full_spec()), "is off"),
+        (settings(dcp=2), cfg(u.full_spec()), "context parallelism"),
+        (settings(lazy_offload=True), cfg(u.full_spec()), "lazy_offload"),
+        (settings(kv_offload_backend="disk"), cfg(u.full_spec()), "disk backend"),
+        (settings(), cfg(u.full_spec(), u.full_spec(2, 32)), "several sizes"),
+        (settings(), cfg(u.full_spec(), WINDOW), "SlidingWindowSpec"),
+    ],
+    ids=["stored", "off", "dcp", "lazy", "disk", "sizes", "window"],
+)
+def test_when_simple_offload_stores_checksums(config, groups, reason):
+    found = simple_cpu_offload.why_not_stored(config, groups)
+    assert found is None if reason is None else reason in found
+    runs = simple_cpu_offload.create_stored_runs(config, groups)
+    assert (runs is None) == (reason is not None)
+
+
+def test_picked_blocks_become_runs():
+    runs = simple_cpu_offload.StoredRuns()
+    for group, position, block_id in ((0, 2, 7), (0, 3, 5), (0, 0, 9), (1, 1, 4)):
+        key = make_block_hash_with_group_id(HASHES[position], group)
+        block = SimpleNamespace(block_id=block_id, block_hash=key)
+        runs.add(group, position, block)
+    assert runs.take() == [
+        BlockRun(0, 2, [7, 5], HASHES[2:4]),
+        BlockRun(0, 0, [9], HASHES[:1]),
+        BlockRun(1, 1, [4], HASHES[1:2]),
+    ]
+    assert runs.take() == []
+
+
+def test_dropped_host_blocks_are_not_found_again():
+    pool = BlockPool(8, enable_caching=True, hash_block_size=16)
+    keys = [make_block_hash_with_group_id(h, 0) for h in HASHES]
+    for block, key in zip(pool.get_new_blocks(4), keys[1::2], strict=False):
+        pool._insert_block_hash(key, block, num_tokens=None)
+    manager = SimpleNamespace(
+        cpu_block_pool=pool, group_block_sizes=[32], hash_block_size=16
+    )
+    simple_cpu_offload.drop_blocks(manager, HASHES, {0: [1, 2]})
+    simple_cpu_offload.drop_blocks(manager, HASHES, {0: [1]})  # gone already
+    found = [pool.cached_block_hash_to_block.get_one_block(k) for k in keys[1::2]]
+    assert [f is not None for f in found] == [True, False, False]
