@@ -170,11 +170,11 @@ def test_a_load_is_compared_with_what_was_stored(case, positions):
 
 def test_saving_and_loading_never_wait_for_the_device():
     (worker,) = workers_of(caches()[1])
-    worker._sum_layer = torch_path.sum_layer  # what a device runs
     worker.init_block_checksums([0])
     worker._block_checksums = worker._block_checksums.as_subclass(SyncingTensor)
     for layer in worker.groups[0].layers:
         layer.blocks = layer.blocks.as_subclass(SyncingTensor)
+    worker._prepare(torch_path.prepare)  # what a device runs
     blocks = KVChecksumBlocks(32, {0: (0, [3, 4])}, stored=True)
     worker.save_block_checksums([BlockRun(0, 0, [3, 4], HASHES[:2])])
     worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))

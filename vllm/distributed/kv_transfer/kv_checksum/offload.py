@@ -40,7 +40,8 @@ class BlockRun(NamedTuple):
         """The run as blocks to sum, all of whose tokens count."""
         num_tokens = (self.start + len(self.block_ids)) * block_size
         return KVChecksumBlocks(
-            num_tokens, {self.group_id: (self.start, np.asarray(self.block_ids, np.int64))}
+            num_tokens,
+            {self.group_id: (self.start, np.asarray(self.block_ids, np.int64))},
         )
 
 
