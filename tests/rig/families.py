@@ -89,6 +89,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
+# With two groups TP 2 shards B and C as well.
+RECIPES["granite4_h_2_groups"] = RECIPES["granite4_h"] | {"mamba_n_groups": 2}
+
 
 def tiny(family: str, dtype: str = "bfloat16", *, cache: Path = CACHE) -> Path:
     """Return the folder of a tiny model of a family in ``RECIPES``, writing it first if it is not there."""

@@ -79,7 +79,12 @@ def test_counters_have_fixed_labels():
 
     prom = KVChecksumProm(counter, ["model_name", "engine"], {0: ["m", "0"]})
     prom.observe(
-        {"loads:mismatch:kv_transfer_params": 2, "unverified:no_payload": 1}, 0
+        {
+            "loads:mismatch:kv_transfer_params": 2,
+            "unverified:no_payload": 1,
+            "left_out:tp_sizes": 3,
+        },
+        0,
     )
     base = {"model_name": "m", "engine": "0"}
     loads = {**base, "verdict": "mismatch", "carrier": "kv_transfer_params"}
@@ -88,3 +93,6 @@ def test_counters_have_fixed_labels():
     for reason in Unverified:
         value = registry.get_sample_value(name, {**base, "reason": reason.value})
         assert value == (reason is Unverified.NO_PAYLOAD)
+    name = "vllm:kv_checksum_groups_left_out_total"
+    left_out = {**base, "reason": "tp_sizes"}
+    assert registry.get_sample_value(name, left_out) == 3

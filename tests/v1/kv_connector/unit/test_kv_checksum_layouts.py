@@ -183,6 +183,26 @@ def test_an_indexer_whose_blocks_are_not_dense_is_skipped():
     assert "not dense" in w.skipped[0]
 
 
+@pytest.mark.parametrize(
+    ("shuffled", "bound", "reason"),
+    [
+        (False, (8, 16, 132), None),
+        (True, (8, 16, 132), "shuffled"),
+        (False, (16, 8, 132), "kernel blocks"),
+    ],
+)
+def test_indexers_in_another_order_are_known_by_their_layer(shuffled, bound, reason):
+    """A packed layout shows whole blocks here, while writers fill kernel blocks."""
+    layer = SimpleNamespace(uses_shuffled_layout=shuffled, kv_cache=torch.empty(bound))
+    compilation = SimpleNamespace(static_forward_context={"indexer": layer})
+    order = worker._token_order(
+        SimpleNamespace(compilation_config=compilation),
+        {"indexer": torch.empty(8, 1, 16, 132)},
+    )
+    assert (reason is None) == (not order.unreadable)
+    assert reason is None or reason in order.unreadable["indexer"]
+
+
 # ---- MiniMax-M3: attention KV and an index key per token, in one module
 
 
