@@ -28,7 +28,11 @@ from vllm.distributed.kv_transfer.kv_checksum.offload import (
     block_checksum_tags,
     hashes_of_blocks,
 )
-from vllm.distributed.kv_transfer.kv_checksum.stored_loads import compare_stored
+from vllm.distributed.kv_transfer.kv_checksum.stored_loads import (
+    StoredLoads,
+    compare_stored,
+)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 HASHES = [bytes([7 * i + 1] * 8 + [i] * 24) for i in range(6)]
 VERIFIED, MISMATCH, UNVERIFIED = (
@@ -168,6 +172,26 @@ def test_a_load_is_compared_with_what_was_stored(case, positions):
     assert all(d.expected != d.found for d in verdict.samples)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_hashes", "outcome"),
+    [(48, 3, "verified"), (40, 3, "unverified"), (48, 2, "unverified")],
+    ids=["full", "part of a block", "a hash is missing"],
+)
+def test_checksums_are_those_of_full_blocks(num_tokens, num_hashes, outcome):
+    (worker,) = workers_of(caches()[1])
+    worker.init_block_checksums([0])
+    worker.save_block_checksums([BlockRun(0, 0, [3, 4, 5], HASHES[:3])])
+    blocks = KVChecksumBlocks(num_tokens, {0: (0, [3, 4, 5])}, stored=True)
+    worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))
+    records = worker.post_forward({"r"}, set(), set()).finalize()
+    request = SimpleNamespace(request_id="r", block_hashes=HASHES[:num_hashes])
+    loads = StoredLoads(None, cfg(u.full_spec()), 16)
+    verdict = loads.judge(request, blocks, records)
+    assert verdict.outcome == outcome
+    if outcome == "unverified":
+        assert verdict.reason is Unverified.NUM_TOKENS
+
+
 def test_saving_and_loading_never_wait_for_the_device():
     (worker,) = workers_of(caches()[1])
     worker.init_block_checksums([0])
@@ -258,6 +282,15 @@ def test_a_damaged_block(model, mode, log):
     c = store.StoringInstance(model, **MODES[mode])
     ask(c)
     assert c.stats[VERIFIED] == 1 and MISMATCH not in c.stats
+
+
+@pytest.mark.parametrize("head", [0, 3])
+def test_damage_in_one_rank_s_part_is_enough(model, head):
+    ask(store.StoringInstance(model, tp=2))
+    stored(3).kv[2].view(torch.uint8)[head, 2, 3] ^= 1
+    b = store.StoringInstance(model, tp=2, **MODES["recompute"])
+    ask(b)
+    assert b.store.dropped == [("r", {0: [3]})]
 
 
 def test_a_store_that_keeps_a_bad_block_is_not_asked_again(model):
