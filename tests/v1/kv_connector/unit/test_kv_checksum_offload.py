@@ -10,6 +10,7 @@ import pytest
 import torch
 from kv_checksum_instances import write_model
 from test_kv_checksum_worker import SyncingTensor
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.engine import FinishReason
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumScheduled,
     mooncake_store,
     simple_cpu_offload,
+    stored_loads,
     torch_path,
 )
 from vllm.distributed.kv_transfer.kv_checksum.offload import (
@@ -463,3 +465,40 @@ def test_dropped_host_blocks_are_not_found_again():
     simple_cpu_offload.drop_blocks(manager, HASHES, {0: [1]})  # gone already
     found = [pool.cached_block_hash_to_block.get_one_block(k) for k in keys[1::2]]
     assert [f is not None for f in found] == [True, False, False]
+
+
+# ---- MultiConnector
+
+
+def sub_connector(source, reason=None):
+    made = object.__new__(store.MemoryStoreConnector)
+    made.sources, made.dropped, made.deaf = {source}, [], True
+    made.kv_checksums_not_stored = reason
+    made.set_kv_checksum_worker = made.dropped.append
+    return made
+
+
+def test_multi_connector_asks_the_one_that_loads():
+    subs = [sub_connector(CacheHitSource.DISK), sub_connector(CacheHitSource.HOST)]
+    multi = object.__new__(MultiConnector)
+    multi._connectors, multi._requests_to_connector = subs, {"r": 1}
+    multi.set_kv_checksum_worker("worker")
+    assert [s.dropped for s in subs] == [["worker"], ["worker"]]
+    r, other = (SimpleNamespace(request_id=i) for i in ("r", "other"))
+    assert multi.get_kv_checksum_sources(r) == {CacheHitSource.HOST}
+    assert not multi.get_kv_checksum_sources(other)
+    multi.on_kv_checksum_failure(r, {0: [3]})
+    multi.on_kv_checksum_failure(other, {0: [4]})
+    assert [s.dropped[1:] for s in subs] == [[], [("r", {0: [3]})]]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "found"),
+    [(["a", "b"], "a; b"), (["a", None], None), ([None], None)],
+    ids=["none stores", "one stores", "stores"],
+)
+def test_multi_connector_stores_checksums_if_one_of_its_connectors_does(reasons, found):
+    multi = object.__new__(MultiConnector)
+    multi._connectors = [sub_connector(CacheHitSource.HOST, r) for r in reasons]
+    assert stored_loads.stores_checksums(multi)
+    assert stored_loads.why_not_stored(multi) == found
