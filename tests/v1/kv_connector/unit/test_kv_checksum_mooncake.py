@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake P2P: what a response carries, and the order in which a consumer takes it."""
 
+import asyncio
 from types import SimpleNamespace
 
 import kv_checksum_instances as rig
@@ -10,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnector,
+    MooncakeConnectorMetadata,
     MooncakeConnectorWorker,
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
@@ -96,7 +99,7 @@ def test_payloads_of_others_and_failures_are_left():
     receiver = Receiver()
     pulled = pull("a")
     receiver.process_pulling_result(response({"x": b"1"}, ["x", "a"]), pulled)
-    assert pulled == {} and receiver.take() == {}
+    assert pulled == {} and receiver.seen_when_finished == [{}]
 
 
 def test_the_first_copy_wins_and_nothing_stays():
@@ -123,3 +126,29 @@ def test_only_requests_that_wait_to_be_sent_keep_a_payload(model, blocks):
     meta = p.scheduler.schedule().kv_connector_metadata
     assert meta.kv_checksums == ({"r": b"sums"} if blocks else {})
     assert not any(p.tables().values())
+
+
+def test_a_payload_is_stored_before_its_send_is_ready():
+    stored = []
+    send = sent(None)
+    send.ready = SimpleNamespace(set=lambda: stored.append(send.kv_checksums))
+    meta = MooncakeConnectorMetadata()
+    meta.reqs_to_send = {"p": ("t", [[1]])}
+    meta.kv_checksums = {"p": b"sums"}
+    sender = SimpleNamespace(reqs_need_send={"t": send})
+    asyncio.run(MooncakeConnectorWorker.record_send_reqs(sender, meta))
+    assert stored == [b"sums"]
+
+
+def test_finished_loads_are_taken_before_the_queue_is_drained():
+    """What arrives while they are taken comes along."""
+    checksums = MooncakeChecksums()
+
+    def take():
+        checksums.receive({"a": b"1"}, ["a"], {"a"})
+        return KVConnectorTransferResults(finished_recving={"a"})
+
+    worker = SimpleNamespace(kv_checksums=checksums, get_transfer_results=take)
+    connector = SimpleNamespace(connector_worker=worker)
+    results = MooncakeConnector.get_transfer_results(connector, set())
+    assert results.kv_checksums == {"a": b"1"}

@@ -9,6 +9,7 @@ import kv_checksum_instances as rig
 import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlConnectorMetadata,
     compute_nixl_compatibility_hash,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
@@ -37,7 +38,7 @@ def test_the_long_form_holds_what_the_plain_one_says(size):
     notif = nixl_push.add_payload(PLAIN, b"x" * size)
     assert nixl_push.split_payload(notif) == ("cmpl-a:0-1f", 2, b"x" * size)
     with pytest.raises(UnicodeDecodeError):
-        notif.decode()  # so no plain notif is taken for it
+        notif[:1].decode()  # so no plain notif is taken for it
     consumer = nixl_push.NixlPushChecksums()
     assert consumer.take(notif, {"cmpl-a:0-1f"}) == PLAIN
 
@@ -180,3 +181,30 @@ def test_only_a_consumer_with_checksums_asks(model, on):
         *("decode_tp_size", "local_block_ids", "remote_engine_id", "remote_host"),
         *("remote_port", "remote_tp_size", "remote_pp_size"),
     }
+
+
+class Producer:
+    """vLLM's own handling of a step's metadata, without an agent."""
+
+    start_load_kv = NixlPushConnectorWorker.start_load_kv
+
+    def __init__(self):
+        self.kv_checksums = nixl_push.NixlPushChecksums()
+        self.held_at_hand_over: list[dict] = []
+        self._finished_blocks_inbox = self
+        self._push_writer_wake = SimpleNamespace(set=list)
+        self._reqs_to_process, self._reqs_to_send = set(), {}
+        self.pcp_rank, self._send_heartbeats = 0, lambda metadata: None
+
+    def put(self, finished):
+        # The writer thread may send these blocks from now on.
+        self.held_at_hand_over.append(dict(self.kv_checksums._outgoing))
+
+
+def test_a_payload_is_held_before_its_blocks_are_handed_over():
+    meta = NixlConnectorMetadata()
+    meta.push_finished_blocks = {"p": ([1],)}
+    meta.push_finished_kv_checksums = {"p": b"sums"}
+    producer = Producer()
+    producer.start_load_kv(meta)
+    assert producer.held_at_hand_over == [{"p": b"sums"}]

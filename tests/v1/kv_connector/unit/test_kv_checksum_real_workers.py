@@ -191,6 +191,32 @@ def test_a_load_aborted_at_each_stage_leaves_nothing(pair, stage):
     assert not any(k.startswith("loads") for k in d.stats)
 
 
+def test_an_error_response_carries_nothing(side, pair, monkeypatch):
+    if side.transport != "mooncake":
+        pytest.skip("only Mooncake's producer answers")
+    p, d = pair
+    monkeypatch.setattr(
+        p.transport.worker.connector_worker, "_send_blocks", lambda *args: -1
+    )
+    receiver = d.transport.worker.connector_worker
+    responses = []
+    process = receiver.process_pulling_result
+    monkeypatch.setattr(
+        receiver,
+        "process_pulling_result",
+        lambda response, pulls: responses.append(response) or process(response, pulls),
+    )
+    request = start_load(p, d, tokens(100, next(_numbers)))
+    real.run(p, d, request.is_finished)
+    assert d.results[request.request_id][-1].finish_reason == FinishReason.ERROR
+    assert [r.kv_checksums for r in responses] == [None] and responses[0].err_reqs
+    # The producer keeps the blocks until its time-out.
+    sends = p.transport.worker.connector_worker.reqs_need_send
+    for send in list(sends.values()):
+        send.expire_time = 0.0
+    assert not any(k.startswith("loads") for k in d.stats)
+
+
 def damage_with(kind, others):
     """Damage a finished load as the fault drill does."""
 

@@ -10,7 +10,11 @@ import torch
 from kv_checksum_instances import load, pair, tokens
 from vllm.v1.outputs import KVConnectorOutput
 
-from vllm.distributed.kv_transfer.kv_checksum import KV_TRANSFER_PARAMS_KEY
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KV_TRANSFER_PARAMS_KEY,
+    KVChecksumOutput,
+    KVChecksumRecord,
+)
 
 
 def test_a_group_with_a_missing_block_inside_is_left_out_and_said(model, log):
@@ -148,6 +152,20 @@ def test_bidirectional_loads_are_neither_verified_nor_counted(model):
     d.run(d.add("turn2", longer, p.results["turn2"][-1].kv_transfer_params, 2), p)
     assert d.loads("verified") == 2
     assert not any(k.startswith("loads") for k in p.stats)
+
+
+def test_the_first_received_copy_counts_and_strangers_keep_nothing(model):
+    p, d = pair(model, transport="push")
+    d.add("r", tokens(50), rig.prefill(p, "p", tokens(50)))
+    d.transport.hold_loads = True
+    d.step(p)
+    kv_checksum = d.scheduler.kv_checksum
+    for rank, data in enumerate((b"first", b"second")):
+        record = KVChecksumRecord(0, rank, {}, received={"r": data, "stranger": data})
+        output = KVConnectorOutput(kv_checksums=KVChecksumOutput([record]))
+        kv_checksum.collect(output)
+    assert kv_checksum._recvs["r"].received == b"first"
+    assert set(kv_checksum._recvs) == {"r"} and not kv_checksum._sends
 
 
 def test_another_connector_is_refused(model, log):

@@ -466,3 +466,17 @@ def test_the_engine_step_never_waits_for_the_device():
     assert w.post_forward(None, set(), set()) is not None
     with pytest.raises(AssertionError):
         w.groups[0].layers[0].blocks[0].sum().item()
+
+
+def test_received_payloads_ride_a_record_of_their_own():
+    spec = u.full_spec()
+    w = u.worker(
+        u.config(4, (u.names(0), spec)), {u.names(0)[0]: u.random_cache(4, spec)}
+    )
+    assert w.post_forward(None, set(), set(), received={}) is None
+    blocks = KVChecksumBlocks(16, {0: (0, [1])})
+    w.bind(KVChecksumScheduled(reqs_to_recv={"r": blocks}))
+    output = w.post_forward({"r"}, set(), set(), received={"r": b"1", "x": b"2"})
+    records = pickle.loads(pickle.dumps(output)).finalize()
+    assert [r.received for r in records if r.received] == [{"r": b"1", "x": b"2"}]
+    assert [set(r.checksums) for r in records if r.checksums] == [{"r"}]
