@@ -4,14 +4,13 @@ BIN := $(VENV)/bin
 CONNECTOR ?= nixl_pull
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-all lint bench demo clean
+.PHONY: help env unit test lint bench demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
 	@echo "make lint   ruff and mypy"
 	@echo "make unit   the tests that need no servers"
-	@echo "make test   every behaviour, with real vLLM servers"
-	@echo "make test-all  the same, and the rest of the slow matrix"
+	@echo "make test   every test, with real vLLM servers"
 	@echo "make bench  what the checks cost: summing KV, and the code on the host"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
@@ -24,9 +23,6 @@ unit: env
 	$(BIN)/python -m pytest tests -m "not e2e" -q
 
 test: env
-	$(BIN)/python -m pytest tests -m "not slow"
-
-test-all: env
 	$(BIN)/python -m pytest tests
 
 lint: env

@@ -42,21 +42,14 @@ def instance(side: str, kind: str, carrier: str, forks, stock) -> Server:
     )
 
 
-@pytest.mark.parametrize(
-    ("carrier", "kinds"),
-    [
-        ("nixl_push", KINDS),
-        ("mooncake", ("stock", "on")),
-        pytest.param("nixl_pull", ("stock", "on"), marks=pytest.mark.slow),
-    ],
-)
-def test_every_pair_transfers_and_only_on_on_verifies(carrier, kinds, forks, stock):
+@pytest.mark.parametrize("carrier", pairs.CONNECTORS)
+def test_every_pair_transfers_and_only_on_on_verifies(carrier, forks, stock):
     producers, consumers = (
-        {kind: instance(side, kind, carrier, forks, stock) for kind in kinds}
+        {kind: instance(side, kind, carrier, forks, stock) for kind in KINDS}
         for side in "pd"
     )
     with serving(*producers.values(), *consumers.values()):
-        for seed, (left, right) in enumerate(itertools.product(kinds, kinds)):
+        for seed, (left, right) in enumerate(itertools.product(KINDS, KINDS)):
             p, d = producers[left], consumers[right]
             before = pairs.loads(d)
             external = pairs.external_tokens(d)

@@ -325,22 +325,16 @@ def test_faults_by_name_and_by_settings():
 
 
 def test_the_wrapped_connector_is_named_in_the_options():
-    class Config:
-        kv_connector_extra_config = {"kv_checksum_fault_drill": OPTED_IN}
-
-    assert wrapped_connector(Config).__name__ == "NixlPushConnector"
-    Config.kv_connector_extra_config = {
-        "kv_checksum_fault_drill": {**OPTED_IN, "connector": "ExampleConnector"}
-    }
+    extra = {"kv_checksum_fault_drill": OPTED_IN}
+    assert wrapped_connector(extra).__name__ == "NixlPushConnector"
+    extra = {"kv_checksum_fault_drill": {**OPTED_IN, "connector": "ExampleConnector"}}
     with pytest.raises(ValueError, match="ExampleConnector"):
-        wrapped_connector(Config)
+        wrapped_connector(extra)
 
 
 def test_which_loads_are_damaged(monkeypatch):
-    class Config:
-        kv_connector_extra_config = {"kv_checksum_fault_drill": OPTED_IN}
-
-    drill = object.__new__(_drilled(wrapped_connector(Config)))
+    real = wrapped_connector({"kv_checksum_fault_drill": OPTED_IN})
+    drill = object.__new__(_drilled(real))
     rare = {"kind": "byte", "probability": 0.25}
     drill._faults = drill_faults(
         {"faults": {"a-": "byte", "a-b": "bit_flip", "rare-": rare}}

@@ -143,9 +143,13 @@ def drill_faults(options: dict[str, Any]) -> dict[str, Fault]:
     return faults
 
 
-def wrapped_connector(transfer_config: Any) -> Any:
-    """The class of the connector that a `KVTransferConfig` has the drill wrap."""
-    options = drill_options(transfer_config.kv_connector_extra_config)
+def wrapped_connector(extra_config: dict[str, Any]) -> Any:
+    """The class of the connector that the drill wraps.
+
+    Raises:
+        ValueError: as `drill_options`, or the drill cannot wrap it.
+    """
+    options = drill_options(extra_config)
     path = options.get("connector_module_path")
     if path is None:
         real = KVConnectorFactory.get_connector_class_by_name(options["connector"])
@@ -174,14 +178,12 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
     def __new__(
         cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any
     ) -> "KVChecksumFaultDrill":
-        return object.__new__(
-            _drilled(wrapped_connector(vllm_config.kv_transfer_config))
-        )
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return object.__new__(_drilled(wrapped_connector(extra_config)))
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        options = drill_options(
-            vllm_config.kv_transfer_config.kv_connector_extra_config
-        )
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        options = drill_options(extra_config)
         self._faults = drill_faults(options)
         # Scheduler: tokens held locally, the last load's blocks, this step's orders.
         self._num_local: dict[str, int] = {}
@@ -190,19 +192,26 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         # Worker: orders of loads in progress, layers by KV cache group.
         self._orders: dict[str, _Order] = {}
         self._layers: dict[int, list[LayerCache]] = {}
+        # Each side of the carrier that brings payloads: the one before.
         self._last_payload: bytes | None = None
         super().__init__(vllm_config, role, kv_cache_config)
         logger.warning("%s is on for %s: %s", _SAYS, options["connector"], self._faults)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        real = wrapped_connector(vllm_config.kv_transfer_config)
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        real = wrapped_connector(extra_config)
         return real.get_required_kvcache_layout(vllm_config)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        real = wrapped_connector(kv_transfer_config)
+        real = wrapped_connector(kv_transfer_config.kv_connector_extra_config)
         return real.supports_sleep_mode(kv_transfer_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        real = wrapped_connector(extra_config)
+        return real.requires_piecewise_for_cudagraph(extra_config)
 
     def get_kv_connector_stats(self) -> None:
         """None: vLLM rebuilds statistics by the connector's class, without its
