@@ -35,7 +35,11 @@ def test_unequal_sides_verify_and_damage_is_recomputed(carrier, shape, forks):
         "connector": pairs.CONNECTORS[carrier],
     }
     p = pairs.producer(f"{name}-p", model, **left, **common)
-    d = pairs.consumer(f"{name}-d", model, "recompute", **right, **common)
+    # Damage on one rank only: every rank's part must count.
+    faults = {"flip-": {"kind": "bit_flip", "tp_rank": right.get("tp", 1) - 1}}
+    d = pairs.consumer(
+        f"{name}-d", model, "recompute", faults=faults, **right, **common
+    )
     prompts = [pairs.prompt_of(n, 800) for n in (5, 64, 300)]
     prompts += [pairs.shared_prefix(n) for n in (352, 400)]
     with serving(p, d):
@@ -51,3 +55,4 @@ def test_unequal_sides_verify_and_damage_is_recomputed(carrier, shape, forks):
         answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id="flip-0")
         assert [pairs.text_of(answer)] == pairs.reference_texts(p, [prompt], MAX_TOKENS)
         assert pairs.loads(d) == {"verified": 5, "mismatch": 1, "unverified": 0}
+        assert d.log_text().count("KV CHECKSUM FAULT DRILL: bit_flip") == 1

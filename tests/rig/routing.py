@@ -57,7 +57,8 @@ def _at_once(
     p: Server, d: Server, prompt: Prompt, max_tokens: int, shared: str, body: Params
 ) -> httpx.Response:
     """Mooncake: ask P and D at the same time, with one transfer id; P's bootstrap server tells its engine id."""
-    transfer = {"transfer_id": f"xfer-{shared}"}
+    # P remembers a transfer for a while: its id must not come from a client.
+    transfer = {"transfer_id": f"xfer-{uuid.uuid4()}"}
     answers: list[httpx.Response] = []
     ask_p = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
     prefilling = threading.Thread(
