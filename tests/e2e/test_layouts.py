@@ -1,0 +1,158 @@
+"""Model families beyond plain attention, between real servers over NIXL pull.
+
+Each is loaded clean under fail-closed, then with damage in its attention KV and, for
+hybrids, in its state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from rig.families import tiny
+from rig.routing import prefill_decode
+from rig.servers import serving
+
+from e2e import pairs
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 8
+LENGTHS = (2, 33, 100, 300, 700)
+
+DS_CONV = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+"""NIXL's layout of conv states; vLLM sets it for NIXL by name, not for the drill."""
+
+
+@dataclass
+class Family:
+    """How a family is served, and which KV cache groups hold what.
+
+    Attributes:
+        attention: a group of attention layers.
+        state: a group of state layers, or None.
+        same_text: whether decode gives what prefill gives on this CPU backend.
+    """
+
+    attention: int
+    groups: int
+    state: int | None = None
+    dtype: str = "bfloat16"
+    block_size: int = 32
+    args: tuple[str, ...] = ()
+    same_text: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        env = DS_CONV if self.state is not None else {}
+        return {
+            "dtype": self.dtype,
+            "block_size": self.block_size,
+            "args": self.args,
+            "env": env,
+        }
+
+    @property
+    def faults(self) -> dict[str, dict[str, Any]]:
+        """By request id prefix; one bit each, and a state that never arrived."""
+        faults = {"attention-": {"kind": "bit_flip", "group": self.attention}}
+        if self.state is not None:
+            faults["state-"] = {"kind": "bit_flip", "group": self.state}
+            faults["lost-state-"] = {"kind": "zero_block", "group": self.state}
+        return faults
+
+
+NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
+
+FAMILIES = {
+    "gemma3": Family(attention=0, groups=3),
+    "granite4_h": Family(2, 3, state=1, dtype="float32", args=NO_PREFIX_CACHE),
+    # vLLM's CPU kernel takes bf16 alone, whose rounding changes the text.
+    "qwen3_next": Family(3, 4, state=0, same_text=False),
+    "deepseek_v2": Family(0, 1, block_size=16, args=NO_PREFIX_CACHE, same_text=False),
+}
+
+
+def pair(forks, name, p_tp=1, d_tp=1, mode="fail", model=None):
+    """A producer and a drilled consumer; `model` is another of the same family."""
+    family = FAMILIES[name]
+    folder = tiny(model or name, family.dtype)
+    label = f"e2e-{model or name}-{p_tp}{d_tp}-{mode}"
+    common = {"fork_server": forks, **family.options}
+    p = pairs.producer(f"{label}-p", folder, tp=p_tp, **common)
+    d = pairs.consumer(
+        f"{label}-d", folder, mode, faults=family.faults, tp=d_tp, **common
+    )
+    return p, d
+
+
+def check_clean_loads(p, d, family, lengths):
+    prompts = [pairs.prompt_of(n, 21) for n in lengths]
+    answers = [prefill_decode(p, d, x, MAX_TOKENS) for x in prompts]
+    texts = [pairs.text_of(a) for a in answers]
+    if family.same_text:
+        assert texts == pairs.reference_texts(p, prompts, MAX_TOKENS)
+    assert pairs.loads(d) == {
+        "verified": len(prompts),
+        "mismatch": 0,
+        "unverified": 0,
+    }
+    compared = d.metric("vllm:kv_checksum_blocks_compared_total")
+    assert compared >= len(prompts) * family.groups
+
+
+def check_damage_is_seen(p, d, family):
+    for i, (prefix, fault) in enumerate(family.faults.items()):
+        prompt = pairs.prompt_of(150, 30 + i)
+        request_id = f"{prefix}{i}"
+        answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=request_id)
+        assert answer.status_code == 500
+        assert pairs.loads(d)["mismatch"] == i + 1
+        (line,) = [
+            x
+            for x in d.log_text().splitlines()
+            if "KV checksum mismatch" in x and request_id in x
+        ]
+        assert f", group {fault['group']}: 1 of " in line
+        assert line.count(" blocks differ") == 1
+    before = pairs.loads(d)["verified"]
+    pairs.text_of(prefill_decode(p, d, pairs.prompt_of(150, 29), MAX_TOKENS))
+    assert pairs.loads(d)["verified"] == before + 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family(forks, name):
+    family = FAMILIES[name]
+    p, d = pair(forks, name)
+    with serving(p, d):
+        check_clean_loads(p, d, family, LENGTHS)
+        check_damage_is_seen(p, d, family)
+        (covered,) = [x for x in d.log_text().splitlines() if "checksums cover" in x]
+        assert covered.count("Spec, ") == family.groups
+        assert "KV checksums do not cover" not in d.log_text()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+def test_a_hybrid_at_unequal_tp(forks, p_tp, d_tp):
+    family = FAMILIES["granite4_h"]
+    p, d = pair(forks, "granite4_h", p_tp, d_tp, model="granite4_h_2_groups")
+    with serving(p, d):
+        check_clean_loads(p, d, family, (33, 300))
+        check_damage_is_seen(p, d, family)
+
+
+@pytest.mark.parametrize("mode", ["fail-open", "recompute"])
+def test_vllms_own_corruption_of_replicated_b_and_c(forks, mode):
+    """Nothing is injected: NIXL splits B and C of a single Mamba2 group over TP ranks,
+    though every rank holds them whole, and the consumer's state is wrong."""
+    p, d = pair(forks, "granite4_h", 2, 1, mode)
+    prompts = [pairs.prompt_of(n, 21) for n in (33, 100)]
+    with serving(p, d):
+        expected = pairs.reference_texts(p, prompts, MAX_TOKENS)
+        answers = [prefill_decode(p, d, x, MAX_TOKENS) for x in prompts]
+        assert pairs.loads(d) == {"verified": 0, "mismatch": 2, "unverified": 0}
+        texts = [pairs.text_of(a) for a in answers]
+        assert (texts == expected) == (mode == "recompute")
+    lines = [x for x in d.log_text().splitlines() if "KV checksum mismatch" in x]
+    assert all("group 0: 1 of 1" in x and "group 2" not in x for x in lines)
