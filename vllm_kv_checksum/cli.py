@@ -6,6 +6,7 @@ from pathlib import Path
 
 from . import apply as installer
 from .series import load_series
+from .wheel import patch_wheel
 
 
 def feature_dir() -> Path:
@@ -51,10 +52,30 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "diff", parents=[tree], help="print what apply would change, for git apply"
     )
+    command = commands.add_parser(
+        "wheel", help="write a patched wheel from vLLM's own, to pin in an image"
+    )
+    command.add_argument("base", type=Path, metavar="BASE.whl", help="vLLM's own wheel")
+    command.add_argument(
+        "-o", dest="folder", type=Path, metavar="DIR", required=True, help="where to"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="also for an unknown vLLM version"
+    )
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "wheel":
+        path = patch_wheel(
+            arguments.base,
+            arguments.folder,
+            load_series(),
+            feature_dir(),
+            force=arguments.force,
+        )
+        print(path)
+        return 0
     package = installer.find_package(arguments.tree)
     if arguments.command == "apply":
         print(

@@ -7,10 +7,11 @@ one statement.
 
 import ast
 import itertools
+import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from . import KNOWN_VERSIONS
 
@@ -41,6 +42,12 @@ _HEADS: dict[type[ast.stmt], tuple[str, ...]] = {
 }
 
 
+def version_key(version: str) -> tuple[int, ...]:
+    """The release numbers of a version, to compare by; what has none is the newest."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else (2**31,)
+
+
 _ScopeNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -60,13 +67,24 @@ class _Insert:
 
 @dataclass(frozen=True)
 class Edit:
-    """One insertion. `where` is "before", "after", "prepend" (no anchor) or "keyword"."""
+    """One insertion. `where` is "before", "after", "prepend" (no anchor) or "keyword".
+
+    It is made in vLLM from version `since` on and below version `below`, where given.
+    """
 
     scope: str
     where: str
     code: str
     anchor: str = ""
     past_docstring: bool = False
+    since: str = ""
+    below: str = ""
+
+    def concerns(self, version: str) -> bool:
+        key = version_key(version)
+        return (not self.since or key >= version_key(self.since)) and (
+            not self.below or key < version_key(self.below)
+        )
 
 
 @dataclass
@@ -113,23 +131,31 @@ class Module:
         self.import_lines.append(f"\n\n\n{textwrap.dedent(code).strip()}")
 
     @contextmanager
-    def function(self, name: str) -> Iterator[Scope]:
-        """Edit a function, named ``Class.method`` or ``function``."""
+    def function(
+        self, name: str, *, since: str = "", below: str = ""
+    ) -> Iterator[Scope]:
+        """Edit a function, named ``Class.method`` or ``function``.
+
+        Args:
+            name: where the edits stand.
+            since: first version of vLLM to edit.
+            below: first later version that is not edited any more.
+        """
         scope = Scope(name)
         yield scope
-        self.edits += scope.edits
+        self.edits += [replace(e, since=since, below=below) for e in scope.edits]
 
     cls = function
 
-    def apply(self, source: str) -> str:
-        """The edited source.
+    def apply(self, source: str, version: str = "") -> str:
+        """The source of this version of vLLM, edited; without one, of the newest.
 
         Raises:
             AnchorError: an anchor or a scope does not match exactly once.
             SyntaxError: the result does not compile.
         """
         tree = ast.parse(source)
-        inserts = [self._place(tree, edit) for edit in self.edits]
+        inserts = [self._place(tree, e) for e in self.edits if e.concerns(version)]
         at = 0
         for n in itertools.takewhile(
             lambda n: not isinstance(n, _ScopeNode), tree.body

@@ -1,8 +1,11 @@
-"""Files and folders as they were, so that a failed run can put them back."""
+"""Files that change whole or not at all, and go back to what they were on a failure."""
 
+import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +13,78 @@ from pathlib import Path
 _TEMPORARY = ".{}.kv_checksum_tmp"
 
 
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_LOCK = ".kv_checksum_lock"
+
+
+@contextmanager
+def locked(package: Path) -> Iterator[None]:
+    """One run at a time on this package; a second one says so and waits.
+
+    Where this user may not create the lock nothing can be changed either: whatever
+    tries to will say so.
+    """
+    path = package / _LOCK
+    try:
+        descriptor = _lock(path)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        yield
+        return
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    """The descriptor that holds the lock, which ends with it, even by SIGKILL."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(
+                f"vllm-kv-checksum: waiting for another run on {path.parent} to end",
+                file=sys.stderr,
+                flush=True,
+            )
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Whoever had it before has removed the file: then this locks nothing.
+        if _is_open_as(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_open_as(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by a rename; its mode is kept."""
+    """Replace `path` by a rename once its content is on disk; its mode is kept."""
     temporary = path.with_name(_TEMPORARY.format(path.name))
-    temporary.write_bytes(data)
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     if path.exists():
         shutil.copymode(path, temporary)
     os.replace(temporary, path)
+
+
+def sync_folders(folders: Iterable[Path]) -> None:
+    """Wait until what was renamed, created or removed in these folders is on disk."""
+    for folder in folders:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove(path: Path) -> None:
@@ -53,7 +121,8 @@ class _Saved:
             if not self.path.is_file() or self.path.read_bytes() != self.data:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.path.write_bytes(self.data)
-            self.path.chmod(self.mode)
+            if self.path.stat().st_mode != self.mode:
+                self.path.chmod(self.mode)
             return
         if self.inside is None or self.path.is_symlink():
             remove(self.path)

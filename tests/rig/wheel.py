@@ -28,8 +28,7 @@ def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Pat
     The version must contain "cpu", else vLLM takes the platform for another one. The requirements are
     dropped from the metadata, as the lock file is what decides.
     """
-    base = version.split("+")[0]
-    old, new = f"vllm-{base}.dist-info", f"vllm-{version}.dist-info"
+    old, new = _metadata_folder(stock), f"vllm-{version}.dist-info"
     path = folder / f"vllm-{version}-cp38-abi3-linux_x86_64.whl"
     rows: list[tuple[str, str, str]] = []
     with (
@@ -52,7 +51,7 @@ def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Pat
                 continue
             content = trunk.read(name)
             if name == f"{old}/METADATA":
-                content = _metadata(content, base, version)
+                content = _metadata(content, version)
             add(name.replace(old, new, 1), content)
         shared = [name for name in native.namelist() if name.endswith(".so")]
         lacking = [name for name in KERNELS if f"vllm/{name}" not in shared]
@@ -67,13 +66,21 @@ def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Pat
     return path
 
 
-def _metadata(content: bytes, base: str, version: str) -> bytes:
-    """Return the metadata with the rig's version and no requirements."""
+def _metadata_folder(wheel: Path) -> str:
+    """Return the name of a wheel's ``.dist-info`` folder."""
+    name, version = wheel.name.split("-")[:2]
+    return f"{name}-{version}.dist-info"
+
+
+def _metadata(content: bytes, version: str) -> bytes:
+    """Return the metadata of vLLM with the rig's version and no requirements."""
     head, blank, body = content.partition(b"\n\n")
     lines = [
         line for line in head.split(b"\n") if not line.startswith(b"Requires-Dist:")
     ]
-    was, now = f"Version: {base}".encode(), f"Version: {version}".encode()
+    was = f"Version: {version.split('+')[0]}".encode()
     if was not in lines:
         raise Broken(f"the metadata does not say {was.decode()!r}")
-    return b"\n".join(now if line == was else line for line in lines) + blank + body
+    new = {b"Name": b"Name: vllm", b"Version": f"Version: {version}".encode()}
+    lines = [new.get(line.partition(b":")[0], line) for line in lines]
+    return b"\n".join(lines) + blank + body

@@ -139,6 +139,27 @@ def test_an_anchor_must_match_once(scope, anchor, number):
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("version", "made"),
+    [
+        ("0.31.2", "below"),
+        ("0.32.0+cpu", "below"),
+        ("0.33.0rc1", "since"),
+        ("0.33.0", "since"),
+        ("0.100", "since"),
+        ("unknown", "since"),
+    ],
+)
+def test_an_edit_may_depend_on_the_version(version, made):
+    module = Module("m.py")
+    with module.function("Box.full", since="0.33.0") as f:
+        f.before("return False", "since()")
+    with module.function("Box.full", below="0.33.0") as f:
+        f.before("return False", "below()")
+    edited = module.apply(SOURCE, version)
+    assert [n for n in ("since", "below") if f"{n}()" in edited] == [made]
+
+
 def test_a_scope_must_exist():
     def make(module):
         with module.function("Box.absent") as f:

@@ -2,8 +2,9 @@
 
 `ActiveKVConnector` owns the worker. Loads are summed where their completion is
 reported; sends after the forward and, where the runner finalizes the connector
-only behind the drafter, in `finalize_step`, on the same output object. Records ride
-`KVConnectorOutput` and are concatenated over workers.
+only behind the drafter, in `finalize_step`, on the same output object. (vLLM 0.32.0 never
+defers: it calls `post_forward` behind the drafter.) Records ride `KVConnectorOutput` and
+are concatenated over workers.
 """
 
 from ..edits import Module, assign
@@ -65,6 +66,8 @@ with connector.function("ActiveKVConnector.pre_forward") as f:
             self.kv_checksum_worker.bind(scheduler_output.kv_checksum_scheduled)
         """,
     )
+with connector.function("ActiveKVConnector.post_forward", below="0.33.0") as f:
+    f.prepend("defer_finalize = False")
 with connector.function("ActiveKVConnector.post_forward") as f:
     f.after(
         assign("output.kv_connector_worker_meta"),
@@ -80,7 +83,7 @@ with connector.function("ActiveKVConnector.post_forward") as f:
             self._deferred_output = output if defer_finalize else None
         """,
     )
-with connector.function("ActiveKVConnector.finalize_step") as f:
+with connector.function("ActiveKVConnector.finalize_step", since="0.33.0") as f:
     f.before(
         "self.kv_connector.wait_for_save()",
         """

@@ -1,0 +1,199 @@
+"""Patched wheels: what they hold, that pip takes them, and what is refused."""
+
+import base64
+import csv
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from rig.model import CACHE
+
+from vllm_kv_checksum import apply as installer
+from vllm_kv_checksum import cli
+from vllm_kv_checksum.series import load_series
+
+VERSION = "0.33.0"
+NAME = "vllm-{}-cp38-abi3-linux_x86_64.whl"
+TOOL = "vllm/tool"
+
+
+def row(name: str, data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+    return f"{name},sha256={digest.rstrip(b'=').decode()},{len(data)}"
+
+
+def make_wheel(folder: Path, version: str = VERSION, damaged: bool = False) -> Path:
+    """A wheel of those files of the installed vLLM that the series edits."""
+    package = installer.find_package(None)
+    backups = package / installer.MANIFEST_DIR / "originals"
+    files = {"vllm/_version.py": b'__version__ = version = "0.33.0"\n', TOOL: b"#!\n"}
+    for module in load_series():
+        files[f"vllm/{module.path}"] = (backups / module.path).read_bytes()
+    info = f"vllm-{version}.dist-info"
+    about = f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n\nVersion: text\n"
+    files[f"{info}/METADATA"] = about.encode()
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nTag: cp38-abi3-linux_x86_64\n"
+    rows = [row(name, data) for name, data in files.items()] + [f"{info}/RECORD,,"]
+    files[f"{info}/RECORD"] = "\n".join(rows).encode()
+    if damaged:
+        files[TOOL] += b"rm\n"
+    folder.mkdir(exist_ok=True)
+    path = folder / NAME.format(version)
+    with zipfile.ZipFile(path, "w") as out:
+        for name, data in files.items():
+            member = zipfile.ZipInfo(name, (2026, 1, 2, 3, 4, 6))
+            member.external_attr = (0o100755 if name == TOOL else 0o100644) << 16
+            stored = name == "vllm/_version.py"
+            kind = zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED
+            out.writestr(member, data, kind)
+    return path
+
+
+def patch(base: Path, folder: Path, *more: str) -> int:
+    return cli.main(["wheel", str(base), "-o", str(folder), *more])
+
+
+def check_record(wheel: Path) -> None:
+    """RECORD lists every file of the wheel once, with its hash and size."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        record = next(n for n in names if n.endswith(".dist-info/RECORD"))
+        rows = archive.read(record).decode().splitlines()
+        expected = [row(n, archive.read(n)) for n in names if n != record]
+        assert sorted(rows) == sorted([*expected, f"{record},,"])
+        assert len(set(names)) == len(names) == len(list(csv.reader(rows)))
+
+
+def check_installed(wheel: Path, target: Path, capsys) -> None:
+    """pip takes it, `status` knows it, and there is no way back but vLLM's own wheel."""
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps"]
+    command = [*pip, "--no-compile", "--target", str(target), str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
+    capsys.readouterr()
+    assert cli.main(["status", "--tree", str(target)]) == 0
+    assert "in a patched wheel" in capsys.readouterr().out
+    for command in ("revert", "apply", "diff"):
+        assert cli.main([command, "--tree", str(target)]) == 2
+        error = capsys.readouterr().err
+        assert "pip install --force-reinstall --no-deps vllm==0.33.0\n" in error
+    assert cli.main(["status", "--tree", str(target)]) == 0
+    (target / "vllm/config/kv_transfer.py").write_text("mine\n")
+    assert cli.main(["status", "--tree", str(target)]) == 2
+
+
+def test_a_patched_wheel(tmp_path, capsys):
+    base = make_wheel(tmp_path / "base")
+    assert patch(base, tmp_path / "new" / "out") == 0
+    wheel = Path(capsys.readouterr().out.strip())
+    assert wheel == tmp_path / "new" / "out" / NAME.format("0.33.0+kvchecksum.1")
+    assert list(wheel.parent.iterdir()) == [wheel]
+    check_record(wheel)
+    with zipfile.ZipFile(base) as old, zipfile.ZipFile(wheel) as new:
+        info = "vllm-0.33.0+kvchecksum.1.dist-info"
+        metadata = old.read(f"vllm-{VERSION}.dist-info/METADATA").decode()
+        wanted = metadata.replace(
+            f"Version: {VERSION}", f"Version: {VERSION}+kvchecksum.1"
+        )
+        assert new.read(f"{info}/METADATA").decode() == wanted
+        for name in ("vllm/_version.py", TOOL):
+            was, now = old.getinfo(name), new.getinfo(name)
+            assert old.read(name) == new.read(name)
+            for kept in ("external_attr", "compress_type", "date_time"):
+                assert getattr(was, kept) == getattr(now, kept)
+        applied = tmp_path / "applied"
+        old.extractall(applied)
+        installer.apply(applied / "vllm", load_series(), cli.feature_dir())
+        edited = [f"vllm/{module.path}" for module in load_series()]
+        feature = applied / "vllm" / installer.FEATURE
+        edited += [str(p.relative_to(applied)) for p in feature.glob("*.py")]
+        for name in edited:
+            assert new.read(name) == (applied / name).read_bytes(), name
+    check_installed(wheel, tmp_path / "installed", capsys)
+
+
+def test_a_local_version_is_kept(tmp_path):
+    base = make_wheel(tmp_path / "base", "0.33.0+cu129")
+    assert patch(base, tmp_path / "out") == 0
+    wheel = tmp_path / "out" / NAME.format("0.33.0+cu129.kvchecksum.1")
+    check_record(wheel)
+
+
+def patched(folder):
+    patch(make_wheel(folder / "own"), folder)
+    return next(folder.glob("*.whl"))
+
+
+def no_wheel(folder):
+    path = folder / "vllm-0.33.0-py3-none-any.whl"
+    path.write_text("<html>")
+    return path
+
+
+def another(folder):
+    path = folder / "other-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as out:
+        out.writestr("other-1.0.dist-info/RECORD", "")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (no_wheel, "is not an intact wheel"),
+        (another, "is not a wheel of vLLM"),
+        (lambda f: f / "absent.whl", "absent.whl: No such file"),
+        (lambda f: make_wheel(f).rename(f / "vllm.whl"), "not the name"),
+        (lambda f: make_wheel(f, "0.99.0"), "not a known version"),
+        (
+            lambda f: make_wheel(f, damaged=True),
+            f"damaged: {TOOL} .* download it again",
+        ),
+        (patched, "patched already"),
+    ],
+)
+def test_refused(make, said, tmp_path, capsys):
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    assert patch(make(folder), out) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not out.exists() or not list(out.iterdir())
+
+
+def test_an_unknown_version_can_be_forced(tmp_path):
+    assert (
+        patch(make_wheel(tmp_path / "in", "0.99.0"), tmp_path / "out", "--force") == 0
+    )
+
+
+def test_an_output_is_never_overwritten(tmp_path, capsys):
+    base, out = make_wheel(tmp_path / "in"), tmp_path / "out"
+    out.mkdir()
+    there = out / NAME.format("0.33.0+kvchecksum.1")
+    there.write_text("mine")
+    assert patch(base, out) == 2
+    assert f"{there} exists" in capsys.readouterr().err
+    assert there.read_text() == "mine" and list(out.iterdir()) == [there]
+
+
+@pytest.mark.slow
+def test_the_real_wheel(tmp_path, capsys):
+    """Also: in less memory than its largest file takes."""
+    folder = CACHE / "official"
+    if not list(folder.glob(f"vllm-{VERSION}-*.whl")):
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps"]
+        subprocess.run([*pip, f"vllm=={VERSION}", "-d", str(folder)], check=True)
+    base = next(folder.glob(f"vllm-{VERSION}-*.whl"))
+    command = [sys.executable, "-m", "vllm_kv_checksum.cli", "wheel", str(base)]
+    child = subprocess.Popen([*command, "-o", str(tmp_path)])
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    assert usage.ru_maxrss < 150 * 1024  # KiB
+    wheel = tmp_path / base.name.replace(VERSION, f"{VERSION}+kvchecksum.1")
+    check_record(wheel)
+    check_installed(wheel, tmp_path / "installed", capsys)
