@@ -291,17 +291,28 @@ class Server:
         folder = self._tables
         number = len(list(folder.glob("ask-*")))
         (folder / f"ask-{number}").touch()
-        processes_ = len(list(folder.glob("process-*")))
         deadline = time.monotonic() + timeout
-        while len(list(folder.glob(f"{number}-*.json"))) < processes_:
+        while silent := self._silent_processes(number):
             if time.monotonic() > deadline:
-                raise ServerError(f"{self.name} did not tell its tables")
+                raise ServerError(
+                    f"{self.name} did not tell its tables (processes {silent})"
+                )
             time.sleep(0.1)
         total: dict[str, int] = {}
         for answer in folder.glob(f"{number}-*.json"):
             for name, size in json.loads(answer.read_text()).items():
                 total[name] = total.get(name, 0) + size
         return total
+
+    def _silent_processes(self, number: int) -> list[str]:
+        """Processes that did not answer question ``number`` yet and live; some end early (vLLM's model inspection)."""
+        told = [path.name.split("-")[1] for path in self._tables.glob("process-*")]
+        return [
+            pid
+            for pid in told
+            if not (self._tables / f"{number}-{pid}.json").exists()
+            and Path(f"/proc/{pid}").exists()
+        ]
 
     def log_text(self) -> str:
         """Return everything the server has written."""
