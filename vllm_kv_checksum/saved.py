@@ -14,7 +14,7 @@ _TEMPORARY = ".{}.kv_checksum_tmp"
 
 
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_LOCK = ".kv_checksum_lock"
+LOCK = ".kv_checksum_lock"
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def locked(package: Path) -> Iterator[None]:
     Where this user may not create the lock nothing can be changed either: whatever
     tries to will say so.
     """
-    path = package / _LOCK
+    path = package / LOCK
     try:
         descriptor = _lock(path)
     except OSError as error:

@@ -3,8 +3,12 @@
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
-from contextlib import nullcontext
+import tempfile
+import threading
+import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -107,6 +111,125 @@ def test_a_newer_series_replaces_an_older_one(package, feature):
     assert snapshot(package) == before
 
 
+def test_runs_at_once_take_turns(package, feature, capsys):
+    """Also when the one that had the lock has just removed its file."""
+    before = snapshot(package)
+    with saved.locked(package):
+        run = threading.Thread(
+            target=installer.apply, args=(package, series(), feature)
+        )
+        run.start()
+        time.sleep(0.3)
+        assert run.is_alive()
+        now = snapshot(package)
+        del now[saved.LOCK]
+        assert now == before
+        assert f"waiting for another run on {package}" in capsys.readouterr().err
+    run.join()
+    assert installer.status(package)[0] == 0
+    inside, most = [], []
+
+    def take_turns():
+        for _ in range(30):
+            with saved.locked(package):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.0005)
+                inside.pop()
+
+    runs = [threading.Thread(target=take_turns) for _ in range(4)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert max(most) == 1 and len(most) == 120
+    assert not (package / saved.LOCK).exists()
+
+
+def test_all_is_on_disk_before_the_manifest_says_so(package, feature, monkeypatch):
+    """What was renamed is synced, and then its folder, before the next manifest."""
+    fsync, replace = os.fsync, os.replace
+    steps: list[tuple[str, str]] = []
+
+    def log_fsync(descriptor):
+        steps.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def log_replace(source, target):
+        steps.append(("rename", str(target)))
+        assert ("sync", str(source)) in steps
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    monkeypatch.setattr(os, "replace", log_replace)
+    installer.apply(package, series(), feature)
+    installer.revert(package)
+    manifests = [i for i, (_, path) in enumerate(steps) if path.endswith(".json")]
+    assert len(manifests) == 3
+    backups = f"{installer.MANIFEST_DIR}/originals"
+    scheduler = "v1/core/sched/scheduler.py"
+    for name, change, until in (
+        (f"{backups}/{scheduler}", 0, manifests[0]),
+        (scheduler, 0, manifests[1]),
+        (f"{installer.FEATURE}/part.py", 0, manifests[1]),
+        (scheduler, 1, len(steps)),
+    ):
+        path = package / name
+        renames = [i for i, s in enumerate(steps) if s == ("rename", str(path))]
+        after = steps[renames[change] : until]
+        assert ("sync", str(path.parent)) in after, name
+    for i in manifests:
+        assert ("sync", str(package / installer.MANIFEST_DIR)) in steps[i:]
+    assert steps[-1] == ("sync", str(package))
+
+
+@contextmanager
+def nobody():
+    """For root, which may write everywhere, somebody who may not."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_read_only_tree_is_named_with_a_way_out(package, feature):
+    with tempfile.TemporaryDirectory() as folder:
+        there = Path(folder, "site", "vllm")
+        shutil.copytree(package.parent, there.parent)
+        shutil.copytree(feature, Path(folder, "feature"))
+        ours = Path(folder, "feature")
+
+        def may_write(allowed):
+            for path in (Path(folder), *Path(folder).rglob("*")):
+                mode = stat.S_IMODE(path.stat().st_mode) | 0o555
+                path.chmod(mode | 0o200 if allowed else mode & ~0o222)
+
+        def refused(act):
+            before = snapshot(there)
+            with nobody(), pytest.raises(installer.InstallError) as error:
+                act()
+            assert snapshot(there) == before
+            assert f"{there}" in str(error.value)
+            for part in ("Permission denied", "as the user that owns", "wheel"):
+                assert part in str(error.value)
+
+        may_write(False)
+        refused(lambda: installer.apply(there, series(), ours))
+        with nobody():
+            assert "nothing to do" in installer.revert(there)
+        may_write(True)
+        installer.apply(there, series(), ours)
+        may_write(False)
+        with nobody():
+            assert "already applied" in installer.apply(there, series(), ours)
+        refused(lambda: installer.revert(there))
+        may_write(True)
+
+
 class Broken(Exception):
     pass
 
@@ -126,6 +249,8 @@ def fail_at(monkeypatch, step) -> list[str]:
 
         monkeypatch.setattr(owner, name, run)
 
+    # Hundreds of runs, none of which is about power cuts.
+    monkeypatch.setattr(saved.os, "fsync", lambda _: None)
     guard(installer, "write_atomically")
     guard(installer, "put_feature")
     guard(installer, "save_manifest")
@@ -273,6 +398,8 @@ def test_unknown_versions(package, feature):
 
 
 def test_diff_applies_with_git(package, feature, tmp_path):
+    other = package / "config/other.py"
+    other.write_text("import sys\n\na = '\x0c \u2028'  # no end of line")
     text = installer.diff(package, series(), feature)
     copy = tmp_path / "checkout"
     shutil.copytree(package.parent, copy)
@@ -280,7 +407,8 @@ def test_diff_applies_with_git(package, feature, tmp_path):
     subprocess.run(git, input=text, text=True, check=True)
     installer.apply(package, series(), feature)
     assert installer.diff(package, series(), feature) == text
-    for name in ("v1/core/sched/scheduler.py", f"{installer.FEATURE}/part.py"):
+    made = ("v1/core/sched/scheduler.py", f"{installer.FEATURE}/part.py")
+    for name in (*made, "config/other.py"):
         assert (copy / "vllm" / name).read_text() == (package / name).read_text()
 
 
@@ -297,6 +425,19 @@ def test_command_line(package, capsys):
     assert "revert" in capsys.readouterr().out
 
 
+def git_apply(package: Path, checkout: Path) -> str:
+    """Apply what `diff` prints to a git repository of the package's files."""
+    shutil.copytree(package, checkout / "vllm")
+    git = ["git", "-C", str(checkout)]
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, *who, "commit", "-qm", "base"], check=True)
+    text = installer.diff(package, load_series(), cli.feature_dir())
+    subprocess.run([*git, "apply", "--index"], input=text.encode(), check=True)
+    return text
+
+
 def test_the_real_series_fits_the_installed_vllm_and_is_taken_back(tmp_path):
     installed = installer.find_package(None)
     root = tmp_path / "vllm"
@@ -309,13 +450,18 @@ def test_the_real_series_fits_the_installed_vllm_and_is_taken_back(tmp_path):
     (root / installer.FEATURE).parent.mkdir(parents=True, exist_ok=True)
     set_version(root, installer.read_version(installed))
     before = snapshot(root)
+    text = git_apply(root, tmp_path / "checkout")
     installer.apply(root, load_series(), cli.feature_dir())
     assert installer.status(root)[0] == 0
+    applied = {
+        k: v for k, v in snapshot(root).items() if installer.MANIFEST_DIR not in k
+    }
+    assert {k: v[0] for k, v in snapshot(tmp_path / "checkout/vllm").items()} == {
+        k: v[0] for k, v in applied.items()
+    }
     inserted = sum(
         line.startswith("+") and not line.startswith("+++")
-        for line in installer.diff(root, load_series(), cli.feature_dir())
-        .split("new file mode")[0]
-        .splitlines()
+        for line in text.split("diff --git")[0].splitlines()
     )
     assert inserted < 600
     installer.revert(root)
