@@ -2,15 +2,18 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 CONNECTOR ?= nixl_pull
+BASE ?= 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test lint bench demo clean
+.PHONY: help env unit test test-slow test-base lint bench demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
 	@echo "make lint   ruff and mypy"
 	@echo "make unit   the tests that need no servers"
 	@echo "make test   every test, with real vLLM servers"
+	@echo "make test-slow  what make test leaves out: patching the real wheel of vLLM"
+	@echo "make test-base  the unit tests on another supported vLLM (BASE=0.32.0)"
 	@echo "make bench  what the checks cost: summing KV, and the code on the host"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
@@ -20,10 +23,17 @@ env:
 	@$(PYTHON) tests/rig/env.py --venv $(VENV)
 
 unit: env
-	$(BIN)/python -m pytest tests -m "not e2e" -q
+	$(BIN)/python -m pytest tests -m "not e2e and not slow" -q
 
 test: env
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -m "not slow"
+
+test-slow: env
+	$(BIN)/python -m pytest tests -m slow
+
+test-base: env
+	$(BIN)/python tests/rig/older.py $(BASE)
+	PYTHONPATH=.rig/vllm-$(BASE) $(BIN)/python -m pytest tests/v1 tests/series -m "not slow" -q
 
 lint: env
 	$(BIN)/ruff check

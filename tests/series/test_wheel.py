@@ -15,11 +15,19 @@ from rig.model import CACHE
 
 from vllm_kv_checksum import apply as installer
 from vllm_kv_checksum import cli
+from vllm_kv_checksum.edits import Module
 from vllm_kv_checksum.series import load_series
 
-VERSION = "0.33.0"
+VERSION = installer.read_version(installer.find_package(None)).split("+")[0]
+OFFICIAL = "0.33.0"
 NAME = "vllm-{}-cp38-abi3-linux_x86_64.whl"
 TOOL = "vllm/tool"
+
+
+@pytest.fixture
+def few_edits(monkeypatch):
+    """The first modules of the series only, where it does not matter which."""
+    monkeypatch.setattr(cli, "load_series", lambda: load_series()[:2])
 
 
 def row(name: str, data: bytes) -> str:
@@ -31,8 +39,8 @@ def make_wheel(folder: Path, version: str = VERSION, damaged: bool = False) -> P
     """A wheel of those files of the installed vLLM that the series edits."""
     package = installer.find_package(None)
     backups = package / installer.MANIFEST_DIR / "originals"
-    files = {"vllm/_version.py": b'__version__ = version = "0.33.0"\n', TOOL: b"#!\n"}
-    for module in load_series():
+    files = {"vllm/_version.py": f'__version__ = "{VERSION}"'.encode(), TOOL: b"#!\n"}
+    for module in [*cli.load_series(), Module("v1/core/sched/scheduler.py")]:
         files[f"vllm/{module.path}"] = (backups / module.path).read_bytes()
     info = f"vllm-{version}.dist-info"
     about = f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n\nVersion: text\n"
@@ -80,7 +88,7 @@ def check_installed(wheel: Path, target: Path, capsys) -> None:
     for command in ("revert", "apply", "diff"):
         assert cli.main([command, "--tree", str(target)]) == 2
         error = capsys.readouterr().err
-        assert "pip install --force-reinstall --no-deps vllm==0.33.0\n" in error
+        assert f"pip install --force-reinstall --no-deps vllm=={VERSION}\n" in error
     assert cli.main(["status", "--tree", str(target)]) == 0
     (target / "vllm/config/kv_transfer.py").write_text("mine\n")
     assert cli.main(["status", "--tree", str(target)]) == 2
@@ -90,11 +98,11 @@ def test_a_patched_wheel(tmp_path, capsys):
     base = make_wheel(tmp_path / "base")
     assert patch(base, tmp_path / "new" / "out") == 0
     wheel = Path(capsys.readouterr().out.strip())
-    assert wheel == tmp_path / "new" / "out" / NAME.format("0.33.0+kvchecksum.1")
+    assert wheel == tmp_path / "new" / "out" / NAME.format(f"{VERSION}+kvchecksum.1")
     assert list(wheel.parent.iterdir()) == [wheel]
     check_record(wheel)
     with zipfile.ZipFile(base) as old, zipfile.ZipFile(wheel) as new:
-        info = "vllm-0.33.0+kvchecksum.1.dist-info"
+        info = f"vllm-{VERSION}+kvchecksum.1.dist-info"
         metadata = old.read(f"vllm-{VERSION}.dist-info/METADATA").decode()
         wanted = metadata.replace(
             f"Version: {VERSION}", f"Version: {VERSION}+kvchecksum.1"
@@ -116,10 +124,10 @@ def test_a_patched_wheel(tmp_path, capsys):
     check_installed(wheel, tmp_path / "installed", capsys)
 
 
-def test_a_local_version_is_kept(tmp_path):
-    base = make_wheel(tmp_path / "base", "0.33.0+cu129")
+def test_a_local_version_is_kept(tmp_path, few_edits):
+    base = make_wheel(tmp_path / "base", f"{VERSION}+cu129")
     assert patch(base, tmp_path / "out") == 0
-    wheel = tmp_path / "out" / NAME.format("0.33.0+cu129.kvchecksum.1")
+    wheel = tmp_path / "out" / NAME.format(f"{VERSION}+cu129.kvchecksum.1")
     check_record(wheel)
 
 
@@ -156,7 +164,7 @@ def another(folder):
         (patched, "patched already"),
     ],
 )
-def test_refused(make, said, tmp_path, capsys):
+def test_refused(make, said, tmp_path, capsys, few_edits):
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
     assert patch(make(folder), out) == 2
@@ -164,16 +172,16 @@ def test_refused(make, said, tmp_path, capsys):
     assert not out.exists() or not list(out.iterdir())
 
 
-def test_an_unknown_version_can_be_forced(tmp_path):
+def test_an_unknown_version_can_be_forced(tmp_path, few_edits):
     assert (
         patch(make_wheel(tmp_path / "in", "0.99.0"), tmp_path / "out", "--force") == 0
     )
 
 
-def test_an_output_is_never_overwritten(tmp_path, capsys):
+def test_an_output_is_never_overwritten(tmp_path, capsys, few_edits):
     base, out = make_wheel(tmp_path / "in"), tmp_path / "out"
     out.mkdir()
-    there = out / NAME.format("0.33.0+kvchecksum.1")
+    there = out / NAME.format(f"{VERSION}+kvchecksum.1")
     there.write_text("mine")
     assert patch(base, out) == 2
     assert f"{there} exists" in capsys.readouterr().err
@@ -184,16 +192,16 @@ def test_an_output_is_never_overwritten(tmp_path, capsys):
 def test_the_real_wheel(tmp_path, capsys):
     """Also: in less memory than its largest file takes."""
     folder = CACHE / "official"
-    if not list(folder.glob(f"vllm-{VERSION}-*.whl")):
+    if not list(folder.glob(f"vllm-{OFFICIAL}-*.whl")):
         pip = [sys.executable, "-m", "pip", "download", "--no-deps"]
-        subprocess.run([*pip, f"vllm=={VERSION}", "-d", str(folder)], check=True)
-    base = next(folder.glob(f"vllm-{VERSION}-*.whl"))
+        subprocess.run([*pip, f"vllm=={OFFICIAL}", "-d", str(folder)], check=True)
+    base = next(folder.glob(f"vllm-{OFFICIAL}-*.whl"))
     command = [sys.executable, "-m", "vllm_kv_checksum.cli", "wheel", str(base)]
     child = subprocess.Popen([*command, "-o", str(tmp_path)])
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode == 0
     assert usage.ru_maxrss < 150 * 1024  # KiB
-    wheel = tmp_path / base.name.replace(VERSION, f"{VERSION}+kvchecksum.1")
+    wheel = tmp_path / base.name.replace(OFFICIAL, f"{OFFICIAL}+kvchecksum.1")
     check_record(wheel)
     check_installed(wheel, tmp_path / "installed", capsys)

@@ -25,10 +25,6 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
-from vllm.v1.core.kv_cache_planning import (
-    get_global_kv_cache_groups,
-    get_kv_cache_configs,
-)
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -38,6 +34,11 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
     create_kv_checksum_worker,
 )
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # vLLM 0.32.0
+    from vllm.v1.core import kv_cache_utils as planning
 
 MODELS = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
@@ -106,8 +107,10 @@ class Rank:
             current_platform.update_block_size_for_backend(config)
             specs = get_kv_cache_spec(config)
             record_kv_cache_layout(config.cache_config, layout)
-            groups = get_global_kv_cache_groups(config, [specs])
-            (self.cfg,) = get_kv_cache_configs(config, [specs], [16 << 20], groups)
+            wanted = [config, [specs], [16 << 20]]
+            if hasattr(planning, "get_global_kv_cache_groups"):
+                wanted.append(planning.get_global_kv_cache_groups(*wanted[:2]))
+            (self.cfg,) = planning.get_kv_cache_configs(*wanted)
             caches = allocate_kv_cache(
                 self.cfg,
                 torch.device("cpu"),
