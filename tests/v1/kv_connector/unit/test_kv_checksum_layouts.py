@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention caches that are not plain rows of sharded heads."""
 
+import inspect
 import logging
 import os
 import sys
@@ -96,6 +97,10 @@ INDEXER = MLAAttentionSpec(
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
     reason="runs vLLM's Triton writer: set TRITON_INTERPRET=1",
+)
+@pytest.mark.skipif(
+    "MX_SCALE" not in inspect.signature(_fp8_quant_and_cache_write.fn).parameters,
+    reason="vLLM 0.32.0's writer takes other arguments",
 )
 @pytest.mark.parametrize("mx_scales", [False, True])
 def test_an_indexer_token_is_the_bytes_that_its_writer_leaves(mx_scales):

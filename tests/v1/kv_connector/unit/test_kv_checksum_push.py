@@ -116,6 +116,9 @@ class Consumer:
         self._recving_transfers = {}
         self.consumer_notification_counts_by_req = Counter()
         self.xfer_stats = SimpleNamespace(record_notification_after_expiry=list)
+        # vLLM 0.32.0 also asks whether the notif is for a producer.
+        self.transfer_topo = SimpleNamespace()
+        self._reqs_to_send, self._reqs_to_process = {}, set()
 
     def get(self, *notifs) -> list[str]:
         """Loads that are complete once these notifs are read."""
