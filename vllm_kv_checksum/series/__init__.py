@@ -18,6 +18,7 @@ ORDER = (
     "mooncake_store",
     "simple_cpu_offload",
     "metrics",
+    "errors",
 )
 
 

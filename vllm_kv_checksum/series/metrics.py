@@ -1,4 +1,4 @@
-"""Counters on ``/metrics``: counts travel with the scheduler's statistics."""
+"""Metrics on ``/metrics``: counts travel with the scheduler's statistics."""
 
 from ..edits import Module, assign
 
@@ -18,7 +18,7 @@ with loggers.function("PrometheusStatLogger.__init__") as f:
         kv_transfer_config = vllm_config.kv_transfer_config
         if kv_transfer_config and kv_transfer_config.enable_kv_checksum:
             self.kv_checksum_prom = KVChecksumProm(
-                self._counter_cls, labelnames, per_engine_labelvalues
+                self._counter_cls, self._gauge_cls, labelnames, per_engine_labelvalues
             )
         """,
     )

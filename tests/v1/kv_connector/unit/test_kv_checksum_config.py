@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import kv_checksum_instances as rig
 import prometheus_client
@@ -10,8 +11,13 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.outputs import KVConnectorOutput
 
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumProm
-from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KVChecksumCarrier,
+    KVChecksumProm,
+    metrics,
+)
+from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
 
 
 def test_both_settings_are_off_by_default():
@@ -71,28 +77,47 @@ def test_records_alone_keep_an_output_alive():
     assert not KVConnectorOutput(kv_checksums=object()).is_empty()
 
 
-def test_counters_have_fixed_labels():
+def test_metrics_have_fixed_labels():
     registry = prometheus_client.CollectorRegistry()
-
-    def counter(**kwargs):
-        return prometheus_client.Counter(registry=registry, **kwargs)
-
-    prom = KVChecksumProm(counter, ["model_name", "engine"], {0: ["m", "0"]})
-    prom.observe(
-        {
-            "loads:mismatch:kv_transfer_params": 2,
-            "unverified:no_payload": 1,
-            "left_out:tp_sizes": 3,
-        },
-        0,
+    prom = KVChecksumProm(
+        partial(prometheus_client.Counter, registry=registry),
+        partial(prometheus_client.Gauge, registry=registry),
+        ["model_name", "engine"],
+        {0: ["m", "0"]},
     )
+    observed = {
+        "loads:mismatch:kv_transfer_params": 2,
+        "loads:verified:stored": 1,
+        "unverified:no_payload": 1,
+        "left_out:tp_sizes": 3,
+        "skipped_groups:compressed": 3,
+    }
+    for _ in range(2):
+        prom.observe(observed, 0)
     base = {"model_name": "m", "engine": "0"}
-    loads = {**base, "verdict": "mismatch", "carrier": "kv_transfer_params"}
-    assert registry.get_sample_value("vllm:kv_checksum_loads_total", loads) == 2
-    name = "vllm:kv_checksum_unverified_loads_total"
-    for reason in Unverified:
-        value = registry.get_sample_value(name, {**base, "reason": reason.value})
-        assert value == (reason is Unverified.NO_PAYLOAD)
-    name = "vllm:kv_checksum_groups_left_out_total"
-    left_out = {**base, "reason": "tp_sizes"}
-    assert registry.get_sample_value(name, left_out) == 3
+    expected = {
+        "loads_total": {
+            ("mismatch", "kv_transfer_params"): 4,
+            ("verified", "stored"): 2,
+        },
+        "unverified_loads_total": {("no_payload",): 2},
+        "groups_left_out_total": {("tp_sizes",): 6},
+        # A gauge, which takes what is told.
+        "skipped_groups": {("compressed",): 3},
+    }
+    sets = {
+        "loads_total": [
+            (v, c.value) for v in metrics.VERDICTS for c in KVChecksumCarrier
+        ],
+        "unverified_loads_total": [(r.value,) for r in Unverified],
+        "groups_left_out_total": [(r.value,) for r in LeftOut],
+        "skipped_groups": [(r.value,) for r in Skipped],
+    }
+    for name, values in sets.items():
+        labels = ("verdict", "carrier") if name == "loads_total" else ("reason",)
+        for value in values:
+            found = registry.get_sample_value(
+                f"vllm:kv_checksum_{name}",
+                {**base, **dict(zip(labels, value, strict=True))},
+            )
+            assert found == expected[name].get(value, 0), (name, value)

@@ -352,4 +352,4 @@ def test_startup_says_what_is_covered_and_what_is_not(log, caplog):
     assert covered.startswith("INFO") and "0 (FullAttentionSpec, 2 layers)" in covered
     (missing,) = [x for x in log if "KV checksums do not cover" in x]
     assert missing.startswith("WARNING")
-    assert "group 1 (FullAttentionSpec, 1 layers): compressed cache" in missing
+    assert "group 1 (FullAttentionSpec, 1 layers): compressed: 4 tokens" in missing

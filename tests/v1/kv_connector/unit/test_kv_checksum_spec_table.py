@@ -9,6 +9,8 @@ import pytest
 import torch
 from vllm.v1 import kv_cache_interface as interface
 
+from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+
 DOCS = Path(__file__).parents[4] / "docs" / "design" / "kv_checksum.md"
 
 
@@ -73,6 +75,8 @@ def test_the_tables_verdict_is_what_the_worker_does(name):
     w = u.worker(u.config(8, (caches, spec)), caches)
     assert ("covered" if 0 in w.groups else "skipped") == rows()[name]
     assert (0 in w.groups) != (0 in w.skipped)
+    for reason in w.skipped.values():
+        assert Skipped.of(reason) not in (Skipped.OTHER, Skipped.MEMORY_LAYOUT)
 
 
 def test_an_unknown_spec_class_is_skipped():

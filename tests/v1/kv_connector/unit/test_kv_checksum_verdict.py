@@ -7,7 +7,10 @@ import pytest
 from vllm.distributed.kv_transfer.kv_checksum.payload import GroupChecksums
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Difference,
+    GroupVerdict,
+    LoadVerdict,
     LocalGroup,
+    Unverified,
     compare_group,
 )
 
@@ -49,3 +52,11 @@ def test_few_samples_of_many_differences():
     verdict = compare_group(sent(1000), 16000, local, 16000)
     assert len(verdict.positions) == 1000
     assert [d.position for d in verdict.samples] == [0, 1, 2]
+
+
+def test_a_group_of_which_nothing_was_compared_is_not_verified():
+    verdict = LoadVerdict({0: GroupVerdict(compared=3), 1: GroupVerdict(compared=0)})
+    assert verdict.outcome == "unverified"
+    assert verdict.reason is Unverified.NOTHING_IN_COMMON
+    verdict.groups[1].compared = 1
+    assert verdict.outcome == "verified"

@@ -15,6 +15,7 @@ change of any one piece always shows.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
@@ -31,6 +32,35 @@ STATE_BLOCK_SIZE = 1
 
 ReplicaKey = tuple[int, int]
 """(number of TP ranks that hold the same heads, which of them this one is)."""
+
+
+class Skipped(str, Enum):
+    """Why a KV cache group is not summed at all (fixed set).
+
+    A worker's reason is one of these, a colon, and what exactly it found.
+    """
+
+    SPEC_CLASS = "spec_class"
+    """Blocks that are not numbered by token position, or a class not known."""
+    COMPRESSED = "compressed"
+    PACKED_HEADS = "packed_heads"
+    HOST_RESIDENT = "host_resident"
+    STATES_AND_TOKENS = "states_and_tokens"
+    STATE_SPLIT = "state_split"
+    REPLICAS = "replicas"
+    """It is not known how many ranks hold the same heads."""
+    TOO_MANY_HEADS = "too_many_heads"
+    LAYER_NAMES = "layer_names"
+    BACKEND = "backend"
+    """The attention backend keeps tokens in an order of its own."""
+    MEMORY_LAYOUT = "memory_layout"
+    OTHER = "other"
+
+    @classmethod
+    def of(cls, reason: str) -> "Skipped":
+        """The category with which a worker's reason begins."""
+        category = reason.partition(":")[0]
+        return cls(category) if category in set(cls) else cls.OTHER
 
 
 def slice_factor(layer: int, head: int) -> int:
@@ -105,7 +135,8 @@ class KVChecksumRecord:
 
     Attributes:
         checksums: per request id, per KV cache group id.
-        skipped_groups: groups with layers here that are not summed; reason by id.
+        skipped_groups: groups with layers here that are not summed; reason by id,
+            which begins with a `Skipped` category.
         equal_tp_groups: groups whose sums can be compared only with those of an
             instance of equal TP size.
         fingerprints: per group id, the sum mod 2**64 of the hashes of its layers.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a scheduler checks loads in this configuration, and what it says if not."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.logger import init_logger
 
 from .multi_connector import carries
+from .payload import KVChecksumCarrier
 from .scheduler import KVChecksumScheduler
 from .stored_loads import stores_checksums, why_not_stored
 
@@ -26,8 +28,9 @@ def create_kv_checksum_scheduler(
     reason = _why_not(vllm_config, connector)
     if reason is None:
         logger.info(
-            "KV checksums are on: loads through %s are verified, %s",
+            "KV checksums are on: loads through %s are verified, carried by %s, %s",
             transfer.kv_connector,
+            _carriers(connector),
             f"fail-closed ({transfer.kv_load_failure_policy})"
             if transfer.kv_checksum_fail_closed
             else "fail-open",
@@ -52,6 +55,16 @@ def create_kv_checksum_scheduler(
         "KV checksums are off (enable_kv_checksum has no effect): %s", reason
     )
     return None
+
+
+def _carriers(connector: Any) -> str:
+    """How loads bring checksums, as the metrics call it."""
+    inner = getattr(connector, "sub_connectors", None) or [connector]
+    load = SimpleNamespace(request_id="", kv_transfer_params=None)
+    carriers = [c.kv_checksum_carrier(load, True) for c in inner]
+    if any(stores_checksums(c) and why_not_stored(c) is None for c in inner):
+        carriers.append(KVChecksumCarrier.STORED)
+    return ", ".join(sorted({c.value for c in carriers if c is not None}))
 
 
 def _why_not(vllm_config: Any, connector: Any) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import mamba
-from .checksum import MASK64, MAX_KV_HEADS_PER_LAYER, STATE_BLOCK_SIZE
+from .checksum import MASK64, MAX_KV_HEADS_PER_LAYER, STATE_BLOCK_SIZE, Skipped
 from .layout import (
     GroupView,
     LayerSlices,
@@ -42,11 +42,11 @@ def build_group(
     if not names:
         return None
     if group.host_resident:
-        raise SkipGroup("the group is host-resident")
+        raise SkipGroup("the group is host-resident", Skipped.HOST_RESIDENT)
     specs = _owner_specs(names, group.kv_cache_spec, caches)
     holds_states = {mamba.is_state_spec(spec) for spec in specs.values()}
     if len(holds_states) > 1:
-        raise SkipGroup("the group mixes states and tokens")
+        raise SkipGroup("the group mixes states and tokens", Skipped.STATES_AND_TOKENS)
     next_head: dict[str, int] = {}
     layers: list[LayerSlices] = []
     fingerprint = 0
@@ -60,7 +60,8 @@ def build_group(
         next_head[module_of(name)] = first + layer.heads
         if first + layer.heads > MAX_KV_HEADS_PER_LAYER:
             raise SkipGroup(
-                f"more than {MAX_KV_HEADS_PER_LAYER} KV heads or state rows per layer"
+                f"more than {MAX_KV_HEADS_PER_LAYER} KV heads or state rows per layer",
+                Skipped.TOO_MANY_HEADS,
             )
         layers.append(layer)
         fingerprint += layer_hash(name, spec, layer.identity)
@@ -92,10 +93,12 @@ def _owner_specs(
         seen.add(place)
         number, module = layer_number(name), module_of(name)
         if modules.setdefault(number, module) != module:
-            raise SkipGroup(f"layer number {number} stands in two modules")
+            raise SkipGroup(
+                f"layer number {number} stands in two modules", Skipped.LAYER_NAMES
+            )
         specs[name] = layer_spec(group_spec, name)
         if specs[name] is None:
-            raise SkipGroup(f"layer {name!r} has no KV cache spec")
+            raise SkipGroup(f"layer {name!r} has no KV cache spec", Skipped.SPEC_CLASS)
     return specs
 
 

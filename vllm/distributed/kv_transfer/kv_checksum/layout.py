@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 
-from .checksum import ReplicaKey, slice_factor
+from .checksum import ReplicaKey, Skipped, slice_factor
 
 PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class SkipGroup(Exception):
-    """A group cannot be checksummed; the message is the reason."""
+    """A group cannot be checksummed; the message is the category and the reason."""
+
+    def __init__(self, reason: str, category: Skipped = Skipped.MEMORY_LAYOUT) -> None:
+        super().__init__(f"{category.value}: {reason}")
 
 
 @dataclass
@@ -134,7 +137,10 @@ def layer_number(name: str) -> int:
     """
     numbers = [part for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
-        raise SkipGroup(f"layer name {name!r} does not hold exactly one layer number")
+        raise SkipGroup(
+            f"layer name {name!r} does not hold exactly one layer number",
+            Skipped.LAYER_NAMES,
+        )
     return int(numbers[0])
 
 
@@ -177,11 +183,13 @@ def check_spec(spec: Any) -> None:
     """Raise `SkipGroup` unless the spec's blocks hold one state per token."""
     kind = type(spec).__name__
     if kind not in COVERED_SPECS:
-        raise SkipGroup(f"{kind} blocks are not numbered by token position")
+        raise SkipGroup(
+            f"{kind} blocks are not numbered by token position", Skipped.SPEC_CLASS
+        )
     if spec.tokens_per_state != 1:
-        raise SkipGroup(f"compressed cache ({spec.tokens_per_state} tokens per state)")
+        raise SkipGroup(f"{spec.tokens_per_state} tokens per state", Skipped.COMPRESSED)
     if spec.num_head_slots not in (None, spec.num_kv_heads):
-        raise SkipGroup("KV heads are packed into head slots")
+        raise SkipGroup("KV heads are packed into head slots", Skipped.PACKED_HEADS)
 
 
 def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
@@ -200,7 +208,9 @@ def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
     elif heads > 1 or tp == 1:
         replicas = 1
     elif shard.uniform_kv_heads is None:
-        raise SkipGroup("it is not known how many TP ranks hold the same KV head")
+        raise SkipGroup(
+            "it is not known how many TP ranks hold the same KV head", Skipped.REPLICAS
+        )
     else:
         replicas = max(1, tp // shard.uniform_kv_heads)
     key = (replicas, shard.tp_rank % replicas)
@@ -304,7 +314,7 @@ def attention_slices(
     check_spec(spec)
     reason = (order.unreadable or {}).get(name)
     if reason is not None:
-        raise SkipGroup(reason)
+        raise SkipGroup(reason, Skipped.BACKEND)
     key, head_offset = head_placement(spec, shard)
     heads = range(
         first_head + head_offset, first_head + head_offset + spec.num_kv_heads

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .checksum import ReplicaKey
+from .checksum import ReplicaKey, Skipped
 from .layout import (
     LayerSlices,
     LayerView,
@@ -117,7 +117,10 @@ def _split_slices(
 ) -> LayerSlices:
     """Slices by global rows, as the layer's state splits tell."""
     if len(spec.state_splits) != len(covered):
-        raise SkipGroup(f"{len(spec.state_splits)} splits for {len(covered)} states")
+        raise SkipGroup(
+            f"{len(spec.state_splits)} splits for {len(covered)} states",
+            Skipped.STATE_SPLIT,
+        )
     slices = LayerSlices([], 0, "")
     page, offset = cache.stride(0) * cache.element_size(), 0
     for (shape, dtype), split in zip(covered, spec.state_splits, strict=True):
@@ -154,12 +157,16 @@ def _steps(shape: tuple[int, ...], split: Any) -> tuple[int, int]:
     if not 0 <= split.axis < len(shape) or shape[split.axis] != sum(
         size for size, _ in split.segments
     ):
-        raise SkipGroup(f"state split {split} does not match the shape {shape}")
+        raise SkipGroup(
+            f"state split {split} does not match the shape {shape}", Skipped.STATE_SPLIT
+        )
     if split.axis == 0:
         return math.prod(shape[1:]), 1
     if split.axis == len(shape) - 1:
         return 1, shape[-1]
-    raise SkipGroup(f"a state split along axis {split.axis} of {shape}")
+    raise SkipGroup(
+        f"a state split along axis {split.axis} of {shape}", Skipped.STATE_SPLIT
+    )
 
 
 def _global_rows(
@@ -174,7 +181,10 @@ def _global_rows(
     local = total = 0
     for size, replicas in segments:
         if replicas < 1 or shard.tp_size % replicas:
-            raise SkipGroup(f"{replicas} replicas of rows on {shard.tp_size} TP ranks")
+            raise SkipGroup(
+                f"{replicas} replicas of rows on {shard.tp_size} TP ranks",
+                Skipped.STATE_SPLIT,
+            )
         first = first_row + total + shard.tp_rank // replicas * size
         key = (replicas, shard.tp_rank % replicas)
         if runs and runs[-1].key == key and runs[-1].numbers.stop == first:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus counters. Label values come from fixed sets.
+"""Prometheus metrics. Label values come from fixed sets.
 
 The scheduler counts into a flat ``dict[str, int]`` (keys such as
 ``loads:verified:kv_transfer_params``), which travels with vLLM's scheduler
-statistics; this module turns it into counters in the API server.
+statistics; this module turns it into metrics in the API server.
 """
 
 from typing import Any
 
+from .checksum import Skipped
 from .payload import KVChecksumCarrier
 from .verdict import LeftOut, Unverified
 
@@ -24,10 +25,10 @@ _PLAIN = {
 
 
 class KVChecksumProm:
-    """The counters of one API server.
+    """The metrics of one API server.
 
     Args:
-        counter_cls: the Prometheus counter class of the logger.
+        counter_cls, gauge_cls: the Prometheus classes of the logger.
         labelnames: the logger's label names.
         per_engine_labelvalues: label values by engine index.
     """
@@ -35,6 +36,7 @@ class KVChecksumProm:
     def __init__(
         self,
         counter_cls: Any,
+        gauge_cls: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
@@ -53,6 +55,13 @@ class KVChecksumProm:
             documentation="KV cache groups left out of a request's checksums, by reason.",
             labelnames=[*labelnames, "reason"],
         )
+        skipped = gauge_cls(
+            name="vllm:kv_checksum_skipped_groups",
+            documentation="KV cache groups that this engine does not checksum, by "
+            "reason; known once a request was summed.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "reason"],
+        )
         plain = {
             key: counter_cls(
                 name=f"vllm:kv_checksum_{key}",
@@ -62,6 +71,7 @@ class KVChecksumProm:
             for key, text in _PLAIN.items()
         }
         self._counters: dict[tuple[int, str], Any] = {}
+        self._gauges: dict[tuple[int, str], Any] = {}
         for index, values in per_engine_labelvalues.items():
             for verdict in VERDICTS:
                 for carrier in KVChecksumCarrier:
@@ -76,10 +86,19 @@ class KVChecksumProm:
                 self._counters[index, f"left_out:{why.value}"] = left_out.labels(
                     *values, why.value
                 )
+            for kind in Skipped:
+                gauge = self._gauges[index, f"skipped_groups:{kind.value}"] = (
+                    skipped.labels(*values, kind.value)
+                )
+                gauge.set(0)
             for key, counter in plain.items():
                 self._counters[index, key] = counter.labels(*values)
 
     def observe(self, stats: dict[str, int], engine_index: int) -> None:
-        """Add one step's counts."""
+        """Add one step's counts; a gauge takes its number as it is."""
         for key, number in stats.items():
-            self._counters[engine_index, key].inc(number)
+            gauge = self._gauges.get((engine_index, key))
+            if gauge is not None:
+                gauge.set(number)
+            else:
+                self._counters[engine_index, key].inc(number)

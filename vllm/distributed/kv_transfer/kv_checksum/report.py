@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log lines of a consumer's scheduler: bounded, and fit to act on."""
+"""What is said about loads that are not verified: bounded, and fit to act on.
 
+Lines for the log of the consumer's scheduler, and the text that a client gets whose
+request fails.
+"""
+
+import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -9,15 +15,28 @@ from .verdict import LoadVerdict
 
 logger = init_logger(__name__)
 
+MAX_LINES = 10
+"""Mismatches shown per window; the counters count all."""
+
+WINDOW_S = 60.0
+
 _MAX_GROUPS = 4
 _MAX_VALUE_CHARS = 64
+_MAX_ID_CHARS = 128
 
 
 class Reporter:
-    """Says what was found wrong; each fixed reason once as a warning."""
+    """Says what was found wrong; each fixed reason once as a warning.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._warned: set[str] = set()
+        self._clock = clock
+        self._window_ends = clock()
+        self._shown = self._hidden = 0
 
     def warn_once(self, key: str, message: str, *args: object) -> None:
         """Log a warning unless one was logged under `key`."""
@@ -32,52 +51,114 @@ class Reporter:
             source: where it came from.
             action: what is done about it.
         """
+        req_id = _short(req_id, _MAX_ID_CHARS)
         if verdict.mismatched:
-            logger.error(
-                "KV checksum mismatch: request %s, %s, %s; %s",
-                req_id,
-                source,
-                _differences(verdict),
-                action,
-            )
+            if self._may_show():
+                logger.error(
+                    "KV checksum mismatch: request %s, %s, %s; %s",
+                    req_id,
+                    source,
+                    _differences(verdict),
+                    action,
+                )
             return
         reason = verdict.reason
         assert reason is not None
         logger.debug("KV load of request %s not verified: %s", req_id, reason.value)
         self.warn_once(
             f"load:{reason.value}",
-            "KV checksums not verified: %s (first for request %s; %s)",
+            "KV checksums not verified: %s (first for request %s, %s; %s)",
             reason.value,
             req_id,
+            source,
             action,
         )
 
+    def tick(self) -> None:
+        """Once per step: say how many lines a window that has ended hid."""
+        if self._hidden and self._clock() >= self._window_ends:
+            self._say_hidden()
+
+    def _may_show(self) -> bool:
+        now = self._clock()
+        if now >= self._window_ends:
+            self._say_hidden()
+            self._window_ends, self._shown = now + WINDOW_S, 0
+        if self._shown < MAX_LINES:
+            self._shown += 1
+            return True
+        if not self._hidden:
+            logger.error(
+                "KV checksum mismatches: more than %d within %d s, further ones are "
+                "counted and not shown until these are over",
+                MAX_LINES,
+                WINDOW_S,
+            )
+        self._hidden += 1
+        return False
+
+    def _say_hidden(self) -> None:
+        if self._hidden:
+            logger.error("KV checksum mismatches: %d more were not shown", self._hidden)
+            self._hidden = 0
+
+
+def client_error(verdict: LoadVerdict) -> str:
+    """What the client of a request is told that fails because of its load."""
+    if verdict.mismatched:
+        return (
+            "KV checksum mismatch: the KV cache loaded for this request is not the one "
+            "that was computed for it"
+        )
+    assert verdict.reason is not None
+    return (
+        "KV checksums not verified: the KV cache loaded for this request could not be "
+        f"checked ({verdict.reason.value})"
+    )
+
 
 def remote_engine(params: dict[str, Any]) -> str:
-    """The engine that a load's ``kv_transfer_params`` name."""
-    engine, address = _short(params.get("remote_engine_id")), _short(_address(params))
-    return f"remote engine {engine} at {address}"
+    """What a load's ``kv_transfer_params`` tell of the engine that sent it."""
+    engine = params.get("remote_engine_id")
+    known = [
+        "an unknown engine" if engine is None else f"remote engine {_short(engine)}"
+    ]
+    address = _address(params)
+    if address is not None:
+        known.append(f"at {_short(address)}")
+    for key in ("transfer_id", "remote_request_id"):
+        if params.get(key) is not None:
+            known.append(f"({key} {_short(params[key])})")
+    return " ".join(known)
 
 
 def _differences(verdict: LoadVerdict) -> str:
-    return "; ".join(
+    bad = {i: group for i, group in verdict.groups.items() if group.positions}
+    said = [
         f"group {group_id}: {len(group.positions)} of {group.compared} blocks differ, "
         + ", ".join(
             f"position {d.position} sent {d.expected:016x} loaded {d.found:016x}"
             for d in group.samples
         )
-        for group_id, group in list(verdict.groups.items())[:_MAX_GROUPS]
-        if group.positions
-    )
+        for group_id, group in list(bad.items())[:_MAX_GROUPS]
+    ]
+    if len(bad) > _MAX_GROUPS:
+        said.append(f"{len(bad) - _MAX_GROUPS} more groups")
+    return "; ".join(said)
 
 
 def _address(params: dict[str, Any]) -> object:
     """Where the remote engine listens: NIXL names host and port, Mooncake a URL."""
-    if "remote_bootstrap_addr" in params:
+    if params.get("remote_bootstrap_addr") is not None:
         return params["remote_bootstrap_addr"]
-    return f"{params.get('remote_host')}:{params.get('remote_port')}"
+    if params.get("remote_host") is None:
+        return None
+    return f"{_short(params['remote_host'])}:{_short(params.get('remote_port'))}"
 
 
-def _short(value: object) -> str:
-    """A client's value, bounded for the log."""
-    return str(value)[:_MAX_VALUE_CHARS]
+def _short(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
+    """A client's value, bounded and on one line for the log."""
+    if not isinstance(value, str | int):
+        return f"<{type(value).__name__}>"
+    text = str(value)[:limit]
+    return "".join(c if c.isprintable() else "?" for c in text)

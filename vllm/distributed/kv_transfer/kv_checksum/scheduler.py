@@ -12,10 +12,11 @@ an offload tier (`StoredLoads`).
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.outputs import RequestError
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
@@ -26,11 +27,12 @@ from .checksum import (
     KVChecksumBlocks,
     KVChecksumRecord,
     KVChecksumScheduled,
+    Skipped,
     add_records,
     replica_checks,
 )
 from .payload import GroupChecksums, KVChecksumCarrier, KVChecksumPayload
-from .report import Reporter, remote_engine
+from .report import Reporter, client_error, remote_engine
 from .stored_loads import StoredLoads, stores_checksums
 from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
 
@@ -116,6 +118,8 @@ class KVChecksumScheduler:
         self._recvs: dict[str, _PendingLoad] = {}
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
+        self._skipped_groups: dict[int, str] = {}
+        self._errors: dict[str, str] = {}
         self._stored: StoredLoads | None = None
         if stores_checksums(connector):
             _, hash_block_size = resolve_kv_cache_block_sizes(
@@ -199,9 +203,12 @@ class KVChecksumScheduler:
 
     def collect(self, output: Any) -> None:
         """Take the workers' records out of a `KVConnectorOutput` (None: no step)."""
+        self._reporter.tick()
         if output is None or output.kv_checksums is None:
             return
         for record in output.kv_checksums.finalize():
+            if not record.skipped_groups.keys() <= self._skipped_groups.keys():
+                self._note_skipped(record)
             for req_id in record.checksums:
                 seq = record.seqs.get(req_id, 0)
                 pending: _Pending | None = self._recvs.get(req_id)
@@ -213,6 +220,12 @@ class KVChecksumScheduler:
                 load = self._recvs.get(req_id)
                 if load is not None and load.received is None:
                     load.received = data
+
+    def _note_skipped(self, record: KVChecksumRecord) -> None:
+        self._skipped_groups = {**record.skipped_groups, **self._skipped_groups}
+        kinds = Counter(map(Skipped.of, self._skipped_groups.values()))
+        for kind, number in kinds.items():
+            self._stats[f"skipped_groups:{kind.value}"] = number
 
     def verify(
         self,
@@ -254,6 +267,8 @@ class KVChecksumScheduler:
             self._reporter.load(req_id, verdict, source, self._action())
             if self.fail_closed:
                 bad.add(req_id)
+                if not self.recompute:
+                    self._errors[req_id] = client_error(verdict)
                 if load.blocks.stored:
                     self._drop_stored(request, load, verdict, output)
         return bad
@@ -267,6 +282,19 @@ class KVChecksumScheduler:
         self._stats["stored_blocks_dropped"] += self._stored.failed(
             request, load.blocks, verdict, output.invalid_block_ids or ()
         )
+
+    def name_errors(self, outputs: Any) -> None:
+        """Give the outputs of requests that fail in this step their reason.
+
+        Args:
+            outputs: lists of `EngineCoreOutput`. In vLLM 0.32 they have no place for
+                a reason; clients get a general error there.
+        """
+        errors, self._errors = self._errors, {}
+        for output in chain.from_iterable(outputs) if errors else ():
+            text = errors.get(output.request_id)
+            if text is not None and hasattr(output, "error"):
+                output.error = RequestError(code="kv_checksum", message=text)
 
     def request_finished(
         self, request: Any, params: dict[str, Any] | None

@@ -93,6 +93,8 @@ class LoadVerdict:
         for group in self.groups.values():
             if group.unverified is not None:
                 return group.unverified
+            if not group.compared:
+                return Unverified.NOTHING_IN_COMMON
         return None if self.groups else Unverified.NOTHING_IN_COMMON
 
     @property

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said: bounded lines, attribution, storms, and what a failing client reads."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from kv_checksum_instances import RequestStatus, pair
+from vllm.v1.outputs import KVConnectorOutput
+
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, enable, report
+from vllm.distributed.kv_transfer.kv_checksum import scheduler as scheduler_module
+from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
+from vllm.distributed.kv_transfer.kv_checksum.verdict import (
+    Difference,
+    GroupVerdict,
+    LoadVerdict,
+)
+
+
+def mismatch(groups=1, blocks=5):
+    samples = [Difference(p, 2**64 - 1, p) for p in range(3)]
+    return LoadVerdict(
+        {g: GroupVerdict(9, list(range(blocks)), samples) for g in range(groups)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({}, "an unknown engine"),
+        (
+            {"remote_engine_id": "e", "remote_host": "h", "remote_port": 5},
+            "remote engine e at h:5",
+        ),
+        (
+            {
+                "remote_engine_id": "e",
+                "remote_bootstrap_addr": "http://h:9",
+                "transfer_id": "x",
+            },
+            "remote engine e at http://h:9 (transfer_id x)",
+        ),
+        ({"remote_engine_id": {}, "remote_host": ["h"]}, "remote engine <dict> at <li"),
+        ({"remote_engine_id": "a\nERROR b"}, "remote engine a?ERROR b"),
+    ],
+)
+def test_the_sending_engine_is_named_as_far_as_it_is_known(params, said):
+    assert report.remote_engine(params).startswith(said)
+
+
+def test_startup_says_how_checksums_are_carried_and_what_a_bad_load_leads_to(
+    model, transport, log, caplog
+):
+    caplog.set_level(logging.INFO, enable.logger.name)
+    p, d = pair(model, None, dict(kv_checksum_fail_closed=True), transport=transport)
+    on = [x for x in log if x.startswith("INFO KV checksums are on")]
+    carried = f"carried by {d.transport.carrier.value}, "
+    connector = d.transport.connector
+    assert [x.split(": ")[1] for x in on] == [
+        f"loads through {connector} are verified, {carried}fail-open",
+        f"loads through {connector} are verified, {carried}fail-closed (fail)",
+    ]
+
+
+def test_a_line_is_bounded_whatever_clients_send(log):
+    params = dict.fromkeys(
+        ("remote_engine_id", "remote_host", "remote_port", "transfer_id"), "x" * 10_000
+    )
+    source = report.remote_engine(params)
+    report.Reporter().load("r" * 9999, mismatch(500, 10_000), source, "served")
+    (line,) = log
+    assert len(line) < 2000
+    assert "group 0: 10000 of 9 blocks differ, position 0 sent ffffffffffffffff" in line
+    assert "496 more groups" in line and line.endswith("; served")
+
+
+def test_a_storm_is_counted_whole_and_shown_in_part(model, log, monkeypatch):
+    _, d = pair(model)
+    kv_checksum, now = d.scheduler.kv_checksum, [0.0]
+    kv_checksum._reporter = report.Reporter(lambda: now[0])
+    monkeypatch.setattr(kv_checksum, "_judge", lambda *_: mismatch())
+    waiting = SimpleNamespace(status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+    log.clear()
+    for step in range(10):
+        now[0] = float(step)
+        ids = {f"{step}-{n}" for n in range(100)}
+        for req_id in ids:
+            kv_checksum._recvs[req_id] = scheduler_module._PendingLoad(
+                KVChecksumBlocks(1, {}), KVChecksumCarrier.CONNECTOR
+            )
+        output = KVConnectorOutput(finished_recving=ids)
+        kv_checksum.collect(output)
+        kv_checksum.verify(output, dict.fromkeys(ids, waiting))
+    stats = kv_checksum.take_stats()
+    assert stats["loads:mismatch:connector"] == 1000
+    assert stats["blocks_mismatched"] == 5000
+    shown = [x for x in log if "KV checksum mismatch: request" in x]
+    assert len(shown) == report.MAX_LINES and len(log) == report.MAX_LINES + 1
+    kv_checksum.collect(None)
+    assert len(log) == report.MAX_LINES + 1, "the window has not ended"
+    now[0] = report.WINDOW_S
+    kv_checksum.collect(None)
+    assert log[-1].startswith("ERROR KV checksum mismatches: 990 more")
+    kv_checksum.collect(None)
+    assert len(log) == report.MAX_LINES + 2
+    kv_checksum._reporter.load("next", mismatch(), "source", "served")
+    assert "request next" in log[-1], "the next window shows lines again"

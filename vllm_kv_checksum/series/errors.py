@@ -1,0 +1,20 @@
+"""The client whose request fails is told that its KV checksums did.
+
+vLLM's answer to a failed load is "Internal server error". An engine's output may name
+an error, which the API server then raises, for plain and streaming requests alike.
+"""
+
+from ..edits import Module, assign
+
+scheduler = Module("v1/core/sched/scheduler.py")
+with scheduler.function("Scheduler.update_from_output") as f:
+    f.before(
+        assign("engine_core_outputs"),
+        """
+        if self.kv_checksum is not None:
+            self.kv_checksum.name_errors(outputs.values())
+
+        """,
+    )
+
+MODULES = [scheduler]
