@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,6 +100,24 @@ def unverified(server: Server, reason: str) -> int:
     """How many loads were unverified for this reason."""
     name = "vllm:kv_checksum_unverified_loads_total"
     return int(server.metric(name, reason=reason))
+
+
+def skipped_groups(server: Server) -> dict[str, int]:
+    """How many KV cache groups are not checked, by reason; reasons of none left out."""
+    return {
+        dict(labels)["reason"]: int(value)
+        for (name, labels), value in server.metrics().items()
+        if name == "vllm:kv_checksum_skipped_groups" and value
+    }
+
+
+def error_of(response: httpx.Response) -> str:
+    """What a failed request's client reads, plain or in a stream."""
+    if "text/event-stream" not in response.headers["content-type"]:
+        return str(response.json()["error"]["message"])
+    events = [x.removeprefix("data: ") for x in response.text.splitlines() if x]
+    assert events[-1] == "[DONE]"
+    return str(json.loads(events[-2])["error"]["message"])
 
 
 def reference_texts(

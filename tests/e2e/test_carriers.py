@@ -71,7 +71,9 @@ def ask(p, d, prompt, request_id):
 
 
 @pytest.mark.parametrize("mode", pairs.MODES)
-def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(mode, consumers, p):
+def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
+    mode, carrier, consumers, p
+):
     d = consumers[mode]
     answer, expected, counted = ask(p, d, pairs.prompt_of(450, 31), f"clean-{mode}")
     assert counted == {"verified": 1} and pairs.text_of(answer) == expected
@@ -80,13 +82,15 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(mode, consumers, p)
     answer, expected, counted = ask(p, d, pairs.prompt_of(450, 32), request_id)
     assert counted == {"mismatch": 1}
     if mode == "fail":
-        assert answer.status_code == 500 and "error" in answer.json()
+        assert answer.status_code == 500
+        assert pairs.error_of(answer).startswith("KV checksum mismatch")
     elif mode == "recompute":
         assert pairs.text_of(answer) == expected
     else:
         assert answer.status_code == 200
     (line,) = [x for x in d.log_text().splitlines() if "KV checksum mismatch" in x]
     assert request_id in line and "1 of 15 blocks differ, position 0" in line
+    assert "remote engine " in line and " at " in line and "None" not in line
 
     answer, expected, counted = ask(
         p, d, pairs.prompt_of(120, 33), f"lost_payload-{mode}"
@@ -95,10 +99,33 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(mode, consumers, p)
     assert pairs.unverified(d, "no_payload") == 1
     if mode == "fail":
         assert answer.status_code == 500
+        assert "no_payload" in pairs.error_of(answer)
+        answer = prefill_decode(
+            p, d, pairs.prompt_of(90, 35), 2, request_id="bit_flip-stream", stream=True
+        )
+        assert pairs.error_of(answer).startswith("KV checksum mismatch")
     else:
         assert pairs.text_of(answer) == expected
     answer, expected, counted = ask(p, d, pairs.prompt_of(200, 34), f"next-{mode}")
     assert counted == {"verified": 1} and pairs.text_of(answer) == expected
+
+    mismatches = 2 if mode == "fail" else 1
+    bad = 0 if mode == "fail-open" else mismatches + 1
+    assert counters(d) == {
+        "blocks_compared": 15 + 15 + 7 + (3 if mode == "fail" else 0),
+        "blocks_mismatched": mismatches,
+        "failed": bad if mode == "fail" else 0,
+        "recomputed": bad if mode == "recompute" else 0,
+    }
+    name = "vllm:kv_checksum_loads_total"
+    own = {"nixl_pull": "kv_transfer_params"}.get(carrier, "connector")
+    assert d.metric(name, carrier=own) == d.metric(name) == 3 + mismatches
+    assert p.metric("vllm:kv_checksum_payload_bytes_total") > 0
+
+
+def counters(server):
+    names = ("blocks_compared", "blocks_mismatched", "failed", "recomputed")
+    return {n: int(server.metric(f"vllm:kv_checksum_{n}_total")) for n in names}
 
 
 def test_every_damage_is_seen_and_recomputed_right(consumers, p):

@@ -243,6 +243,34 @@ def missing_libraries() -> list[str]:
     return missing
 
 
+def fetch_prometheus() -> None:
+    """Unpack Debian's Prometheus beside the environment, for the tests of the alert rules; no root is needed.
+
+    Without it those tests are skipped and say so, so a failure is said and no more.
+    """
+    folder = CACHE / "prometheus"
+    if shutil.which("promtool") or (folder / "usr").exists():
+        return
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        return
+    say("env: fetching Debian's prometheus, for promtool")
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        fetch = ["sh", "-c", 'cd "$0" && apt-get download prometheus', scratch]
+        try:
+            try:
+                run(fetch, "apt-get download")
+            except Stop:
+                if os.geteuid() != 0:
+                    raise
+                run(["apt-get", "update"], "apt-get update")
+                run(fetch, "apt-get download")
+            (package,) = Path(scratch).glob("prometheus_*.deb")
+            run(["dpkg-deb", "-x", str(package), f"{scratch}/new"], "dpkg-deb")
+            Path(scratch, "new").rename(folder)
+        except (Stop, ValueError) as problem:
+            say(f"env: no promtool, alert rules will not be tested: {problem}")
+
+
 def create_venv(env: Environment) -> None:
     """Create the virtual environment from nothing, with the pinned pip."""
     if env.root.exists():
@@ -432,6 +460,7 @@ def main() -> int:
         check_machine()
         lock(env)
         check_libraries()
+        fetch_prometheus()
         build(env)
         apply_project(env)
     except Stop as stop:

@@ -21,18 +21,23 @@ def stock_environment() -> dict[str, str]:
     Every file of the installed package is a link in the tree, until the installer puts vLLM's originals in the place
     of those that the series edits and takes the feature out. Raises if anything of the feature is left.
     """
-    tool = str(Path(sys.executable).parent / "vllm-kv-checksum")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    installed = installed_vllm()
-    _link_tree(installed, FOLDER / "vllm")
-    for metadata in installed.parent.glob("vllm-*.dist-info"):
-        _link_tree(metadata, FOLDER / metadata.name)
-    subprocess.run([tool, "revert", "--tree", str(FOLDER)], check=True)
+    link_stock_vllm(FOLDER)
     for path in FOLDER.joinpath("vllm").rglob("*.py"):
         if "kv_checksum" in path.read_text(errors="replace"):
             raise RuntimeError(f"{path} is not vLLM's own")
     return {"PYTHONPATH": str(FOLDER)}
+
+
+def link_stock_vllm(site: Path) -> None:
+    """Put an unpatched vLLM, made of links where the series edits nothing, into a folder of packages."""
+    tool = str(Path(sys.executable).parent / "vllm-kv-checksum")
+    installed = installed_vllm()
+    _link_tree(installed, site / "vllm")
+    for metadata in installed.parent.glob("vllm-*.dist-info"):
+        _link_tree(metadata, site / metadata.name)
+    subprocess.run([tool, "revert", "--tree", str(site)], check=True)
 
 
 def stock_fork_server() -> tuple[ForkServer, dict[str, str]]:

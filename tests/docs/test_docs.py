@@ -1,0 +1,227 @@
+"""The documents for operators: every command is run, every name exists, the rules load and fire.
+
+Blocks that need servers are run by ``tests/e2e/test_drill_of_the_docs.py``; of those that
+need a GPU, vLLM parses the configuration here and nothing is started.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rig import documents, stock
+from rig.prometheus import HOW, program
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.metrics import loggers
+
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier, metrics
+from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
+
+FEATURES = documents.FEATURES
+MARKS = {
+    "bash": {"run", "drill", "promtool", "gpu"},
+    "text": {"drill", "log"},
+    "dockerfile": {""},  # its RUN lines are commands of "run" blocks
+}
+
+
+def test_every_block_says_how_it_is_tested():
+    for language, marks in MARKS.items():
+        assert {b.mark for b in documents.blocks(language)} == marks
+    fences = re.findall(r"^```(\w+)", documents.GUIDE.read_text(), re.MULTILINE)
+    assert set(fences) == set(MARKS)
+
+
+@pytest.fixture
+def scratch_venv(tmp_path):
+    """An environment with an unpatched vLLM: links to this one's files."""
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "venv",
+            "--symlinks",
+            "--without-pip",
+            tmp_path / "venv",
+        ],
+        check=True,
+    )
+    site = next((tmp_path / "venv/lib").iterdir()) / "site-packages"
+    stock.link_stock_vllm(site)
+    installed = stock.installed_vllm().parent
+    for path in installed.iterdir():
+        name = path.name.lower()
+        if "vllm" not in name and not (site / path.name).exists():
+            (site / path.name).symlink_to(path)
+    (tmp_path / "venv/bin/pip").write_text(
+        f'#!/bin/sh\nexec {tmp_path}/venv/bin/python -m pip "$@"\n'
+    )
+    (tmp_path / "venv/bin/pip").chmod(0o755)
+    return tmp_path / "venv"
+
+
+def checkout(target: Path) -> Path:
+    """What ``pip install .`` reads of this repository."""
+    root = FEATURES.parent.parent
+    for name in ("vllm", "vllm_kv_checksum"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / name, target / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy2(root / name, target / name)
+    return target
+
+
+def test_installing_as_the_document_says(scratch_venv, tmp_path):
+    """Not from an index: what pip builds with is the test environment's own setuptools."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    path = f"{scratch_venv}/bin:{environment['PATH']}"
+    environment |= {"PATH": path, "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", documents.script("run")],
+        cwd=checkout(tmp_path / "checkout"),
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    status = done.stdout.splitlines()[-1]
+    assert status.startswith("applied series") and str(scratch_venv) in status
+    commands = {line.split(" ", 1)[0] for line in documents.script("run").splitlines()}
+    (dockerfile,) = documents.blocks("dockerfile")
+    run = re.findall(r"^RUN (.*)$", dockerfile.text, re.MULTILINE)
+    assert len(run) == 2 and {line.split(" ", 1)[0] for line in run} <= commands
+
+
+def configurations():
+    """Every ``--kv-transfer-config`` of the blocks that need a GPU."""
+    words = shlex.split(documents.script("gpu"))
+    return [
+        json.loads(after)
+        for word, after in zip(words, words[1:], strict=False)
+        if word == "--kv-transfer-config"
+    ]
+
+
+def test_vllm_takes_every_configuration_of_the_document():
+    assert len(configurations()) == documents.script("gpu").count("vllm serve") >= 8
+    for settings in configurations():
+        config = KVTransferConfig(**settings)
+        assert config.enable_kv_checksum
+        assert KVConnectorFactory.get_connector_class(config)
+        for inner in config.kv_connector_extra_config.get("connectors", ()):
+            assert KVConnectorFactory.get_connector_class(KVTransferConfig(**inner))
+
+
+def names_in_code() -> set[str]:
+    """The samples on ``/metrics`` that `KVChecksumProm` makes."""
+    names = set()
+
+    class Metric:
+        def __init__(self, name, **_):
+            names.add(name + self.suffix)
+
+        def labels(self, *_):
+            return self
+
+        def set(self, _):
+            pass
+
+    counter = type("Counter", (Metric,), {"suffix": "_total"})
+    gauge = type("Gauge", (Metric,), {"suffix": ""})
+    metrics.KVChecksumProm(counter, gauge, [], {0: []})
+    return names
+
+
+def test_documents_rules_and_dashboard_name_the_metrics_of_the_code():
+    ours = names_in_code()
+    for file in FEATURES.iterdir():
+        named = set(re.findall(r"vllm:kv_checksum_\w+", file.read_text()))
+        assert named and named <= ours, (file.name, named - ours)
+        others = set(re.findall(r"vllm:(?!kv_checksum)\w+", file.read_text()))
+        source = Path(loggers.__file__).read_text()
+        for name in others:
+            assert (
+                f'"vllm:{name.removeprefix("vllm:").removesuffix("_total")}"' in source
+            )
+    guide = documents.GUIDE.read_text()
+    assert {n for n in ours if n in guide} == ours
+    board = (FEATURES / "kv_checksum_dashboard.json").read_text()
+    assert {n for n in ours if n in board} == ours
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [("Unverified loads", Unverified), ("Skipped groups", Skipped)],
+)
+def test_the_tables_of_reasons_are_those_of_the_code(section, values):
+    text = documents.GUIDE.read_text().split(f"### {section}\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
+    assert rows == ["reason", *(v.value for v in values)]
+
+
+def test_label_values_are_those_of_the_code():
+    guide = documents.GUIDE.read_text()
+    for values in (
+        metrics.VERDICTS,
+        [c.value for c in KVChecksumCarrier],
+        [r.value for r in LeftOut],
+    ):
+        assert ", ".join(values) in guide
+
+
+def test_links_lead_somewhere():
+    guide = documents.GUIDE.read_text()
+    headings = {
+        re.sub(r"[^\w -]", "", h).lower().replace(" ", "-")
+        for h in re.findall(r"^#+ (.*)$", guide, re.MULTILINE)
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", guide):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        else:
+            assert (FEATURES / target).exists(), target
+
+
+def test_the_rules_load_and_fire_on_the_drills_series():
+    if program("promtool") is None:
+        pytest.skip(HOW)
+    tool = str(Path(program("promtool")).parent)
+    done = subprocess.run(
+        ["bash", "-eu", "-c", documents.script("promtool")],
+        cwd=FEATURES.parent.parent,
+        env={**os.environ, "PATH": f"{tool}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("SUCCESS") == 2
+
+
+def test_the_dashboards_queries_parse(tmp_path):
+    """As promtool does, in place of Grafana: its variables are filled in first."""
+    if program("promtool") is None:
+        pytest.skip(HOW)
+    board = json.loads((FEATURES / "kv_checksum_dashboard.json").read_text())
+    rules = []
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            query = re.sub(r"\$__(rate_interval|range)", "5m", target["expr"])
+            query = re.sub(r"\$(model_name|instance)", ".*", query)
+            rules.append({"record": f"panel:{panel['id']}", "expr": query})
+    path = tmp_path / "panels.yaml"
+    path.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    done = subprocess.run(
+        [program("promtool"), "check", "rules", path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
+    variables = {v["name"] for v in board["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(board["panels"])))
+    assert used == variables

@@ -1,0 +1,99 @@
+"""The drill of docs/features/kv_checksum.md as it stands there: its servers, commands and expected output.
+
+Where there is a Prometheus, it scrapes D and the alerts of the document fire. Rig only: the servers are
+forked, and the connector is told that KV lies in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+
+import pytest
+from rig import documents
+from rig.model import tiny_qwen3
+from rig.prometheus import HOW, program, prometheus
+from rig.servers import HOST, NIXL, SERVED_NAME, Server, serving
+
+from e2e import pairs
+
+pytestmark = pytest.mark.e2e
+
+RULES = documents.FEATURES / "kv_checksum_alerts.yaml"
+
+
+@pytest.fixture(scope="module")
+def drill(forks):
+    """P and D with the configurations of the document's drill."""
+    (block,) = [b for b in documents.blocks("bash", "gpu") if "FaultDrill" in b.text]
+    words = shlex.split(block.text)
+    settings = [
+        json.loads(after)
+        for word, after in zip(words, words[1:], strict=False)
+        if word == "--kv-transfer-config"
+    ]
+    p, d = (
+        Server(
+            f"docs-drill-{s['kv_role']}",
+            s["kv_role"],
+            model=tiny_qwen3(),
+            transfer={**s, **NIXL},
+            fork_server=forks,
+        )
+        for s in settings
+    )
+    with serving(p, d):
+        yield p, d
+
+
+@pytest.fixture
+def alerts(drill, tmp_path):
+    """A Prometheus that has seen D before the drill, or None."""
+    if program("prometheus") is None:
+        yield None
+        return
+    with prometheus(tmp_path, RULES, [drill[1]]) as server:
+        server.wait("up")
+        yield server
+
+
+def test_the_drill_of_the_document(drill, alerts):
+    p, d = drill
+    where = {
+        f"{k}": f"http://{HOST}:{s.port}" for k, s in zip("PD", drill, strict=True)
+    }
+    if alerts is not None:
+        assert alerts.firing() == set()
+    done = subprocess.run(
+        ["bash", "-u", "-c", documents.script("drill")],
+        env={**os.environ, **where, "MODEL": SERVED_NAME, "no_proxy": HOST},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (expected,) = documents.blocks("text", "drill")
+    lines = expected.text.replace("MODEL", SERVED_NAME).splitlines()
+    # The first command of the document, before any request, lists the counters.
+    found = done.stdout.splitlines()
+    assert found[-len(lines) :] == lines, done.stdout + done.stderr + d.log_errors()
+    (logged,) = documents.blocks("text", "log")
+    for line in logged.text.splitlines():
+        assert any(documents.fits(line, x) for x in d.log_text().splitlines()), line
+    if alerts is None:
+        pytest.skip(f"the drill passed; its alerts were not tried: {HOW}")
+    for name in ("KVChecksumMismatch", "KVChecksumRequestsFail"):
+        alerts.wait(name)
+
+
+def test_every_metric_is_on_both_sides_from_the_start(drill):
+    for server in drill:
+        page = {name for name, _ in server.metrics() if "kv_checksum" in name}
+        assert {n.removesuffix("_created") for n in page} >= names_in_the_document()
+    assert pairs.skipped_groups(drill[1]) == {}
+
+
+def names_in_the_document() -> set[str]:
+    table = documents.GUIDE.read_text().split("## Metrics\n")[1].split("\n#")[0]
+    return {x.split("`")[1] for x in table.splitlines() if x.startswith("| `vllm:")}
