@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
+from rig.routing import prefill_decode
 from rig.servers import Server
 
 DRILL = "vllm.distributed.kv_transfer.kv_checksum.fault_drill"
@@ -21,6 +22,9 @@ CONNECTORS = {
 
 FAULTS = {"flip-": "bit_flip", "lost-": "lost_payload"}
 """Which loads a drilled consumer damages, by the beginning of the request id."""
+
+LATE_FAULT = {"late-": {"kind": "bit_flip", "skip": 9}}
+"""A flipped bit in the tenth block of a load."""
 
 MODES: dict[str, dict[str, Any]] = {
     "fail-open": {},
@@ -125,6 +129,27 @@ def reference_texts(
 ) -> list[str]:
     """What a single instance answers, without any transfer."""
     return [text_of(server.completions(p, max_tokens)) for p in prompts]
+
+
+def assert_late_fault_is_recomputed(p: Server, d: Server, max_tokens: int) -> None:
+    """A load that `LATE_FAULT` damages, then the same prompt's second turn."""
+    prompt = prompt_of(450, 61)
+    second = prompt + prompt_of(90, 62)
+    expected = reference_texts(p, [prompt, second], max_tokens)
+    before = loads(d)
+    answers = [
+        prefill_decode(p, d, prompt, max_tokens, request_id="late-1"),
+        prefill_decode(p, d, second, max_tokens, request_id="second-1"),
+    ]
+    assert [text_of(answer) for answer in answers] == expected
+    counted = {k: v - before[k] for k, v in loads(d).items()}
+    assert counted == {"verified": 1, "mismatch": 1, "unverified": 0}
+    (line,) = [
+        x
+        for x in d.log_text().splitlines()
+        if "KV checksum mismatch" in x and "late-1" in x
+    ]
+    assert f"recomputing from token {9 * d.block_size}" in line
 
 
 def external_tokens(server: Server) -> int:

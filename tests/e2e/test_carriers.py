@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 6
 
-FAULTS = {f"{kind}-": kind for kind in (*KINDS, *PAYLOAD_KINDS)}
+FAULTS = {f"{kind}-": kind for kind in (*KINDS, *PAYLOAD_KINDS)} | pairs.LATE_FAULT
 
 UNVERIFIED = {
     "lost_payload": "no_payload",
@@ -126,6 +126,10 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
 def counters(server):
     names = ("blocks_compared", "blocks_mismatched", "failed", "recomputed")
     return {n: int(server.metric(f"vllm:kv_checksum_{n}_total")) for n in names}
+
+
+def test_a_recompute_starts_at_the_first_bad_block(consumers, p):
+    pairs.assert_late_fault_is_recomputed(p, consumers["recompute"], MAX_TOKENS)
 
 
 def test_every_damage_is_seen_and_recomputed_right(consumers, p):

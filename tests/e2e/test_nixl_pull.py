@@ -94,6 +94,24 @@ def test_unequal_tp(forks, p_tp, d_tp):
         assert pairs.loads(right) == {"verified": 3, "mismatch": 1, "unverified": 0}
 
 
+def test_a_recompute_with_async_scheduling(forks, p):
+    d = pairs.consumer(
+        "e2e-async",
+        tiny_qwen3(),
+        "recompute",
+        faults=pairs.LATE_FAULT,
+        args=("--async-scheduling",),
+        env={
+            "KV_CHECKSUM_RIG_ASYNC_SCHEDULING": "1",
+            "VLLM_LOGGING_LEVEL": "DEBUG",
+        },
+        fork_server=forks,
+    )
+    with serving(d):
+        pairs.assert_late_fault_is_recomputed(p, d, MAX_TOKENS)
+    assert "Batch queue is enabled with size 2" in d.log_text()
+
+
 @pytest.mark.parametrize("mode", ["fail-open", "recompute"])
 def test_vllms_own_corruption_from_block_size_32_to_64(forks, p, mode):
     """Nothing is injected: stock vLLM on CPU answers 200 with wrong tokens here."""

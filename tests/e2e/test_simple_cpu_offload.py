@@ -27,7 +27,7 @@ def server(forks):
         "kv_checksum_fault_drill": {
             "damage_kv_on_purpose": True,
             "connector": "SimpleCPUOffloadConnector",
-            "faults": {"flip-": "bit_flip"},
+            "faults": {"flip-": {"kind": "bit_flip", "skip": 2}},
         },
     }
     transfer = {
@@ -73,6 +73,7 @@ def test_offloaded_blocks_are_verified_dropped_and_offloaded_anew(server):
     # A flipped bit: found, the block dropped, the answer right all the same.
     assert ask(server, "flip-1") == expected
     assert counts(server) == (1, 1, 0, 1)
+    assert "; recomputing from token 64" in server.log_text()
     # The recompute offloaded good KV.
     assert ask(server, "again") == expected
     assert counts(server) == (2, 1, 0, 1)

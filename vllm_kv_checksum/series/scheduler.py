@@ -63,14 +63,15 @@ with scheduler.function("Scheduler.update_from_output") as f:
         "stopped_running_reqs: set[Request] = set()",
         """
         if self.kv_checksum is not None:
-            bad_kv_load_req_ids = self.kv_checksum.verify(
+            bad_kv_loads = self.kv_checksum.verify(
                 kv_connector_output,
                 self.requests,
                 failed_kv_load_req_ids | self.failed_recving_kv_req_ids,
             )
             failed_kv_load_req_ids.update(
-                self._handle_failed_recving(bad_kv_load_req_ids)
+                self._handle_failed_recving(set(bad_kv_loads))
             )
+            self.kv_checksum.keep_verified(bad_kv_loads, self.requests)
         """,
     )
     f.before(

@@ -4,8 +4,9 @@ vLLM calls ``apply`` in every process (its plugin group ``vllm.general_plugins``
 the module it changes to be imported, so that nothing is loaded earlier than vLLM itself loads it.
 ``KV_CHECKSUM_RIG_ADJUST=0`` in the environment turns all of them off.
 
-None of them touches what a KV transfer carries: they lower the idle load of a small machine, and answer a
-question about a device that is not there. Only host-memory offload gets another copy engine
+None of them touches what a KV transfer carries: they lower the idle load of a small machine, answer a
+question about a device that is not there, and keep async scheduling where a server is started with
+``KV_CHECKSUM_RIG_ASYNC_SCHEDULING=1``. Only host-memory offload gets another copy engine
 (``offload_adjustments``).
 """
 
@@ -29,6 +30,7 @@ def apply() -> None:
         return
     tables.apply()
     offload_adjustments.apply()
+    on_import("vllm.platforms.cpu", async_scheduling)
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
     on_import(
         "vllm.distributed.device_communicators.shm_broadcast", no_broadcast_busy_loop
@@ -73,6 +75,24 @@ def no_broadcast_busy_loop(module: ModuleType) -> None:
             "kv-checksum-rig: SpinCondition no longer ends in busy_loop_s; revise the adjustment"
         )
     init.__defaults__ = (*init.__defaults__[:-1], BROADCAST_BUSY_LOOP_S)
+
+
+def async_scheduling(module: ModuleType) -> None:
+    """Let ``--async-scheduling`` stand; vLLM drops it on CPU as "not required"."""
+    platform: Any = module.CpuPlatform  # type: ignore[attr-defined]
+    stock = platform.check_and_update_config.__func__
+    if getattr(stock, "kv_checksum_rig", False):
+        return
+
+    @functools.wraps(stock)
+    def check(cls: Any, vllm_config: Any) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        stock(cls, vllm_config)
+        if os.environ.get("KV_CHECKSUM_RIG_ASYNC_SCHEDULING") == "1":
+            vllm_config.scheduler_config.async_scheduling = asked
+
+    check.kv_checksum_rig = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = classmethod(check)
 
 
 def device_zero_without_accelerator(module: ModuleType) -> None:

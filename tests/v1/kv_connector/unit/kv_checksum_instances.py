@@ -6,6 +6,7 @@ real connector workers, the transfer (see `kv_checksum_transports`).
 """
 
 import json
+from collections import deque
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -28,7 +29,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -71,6 +71,7 @@ def vllm_config(
     tp=1,
     pp=1,
     policy="fail",
+    async_scheduling=False,
     **transfer,
 ) -> VllmConfig:
     model_config = ModelConfig(
@@ -102,6 +103,8 @@ def vllm_config(
         ),
         kv_transfer_config=KVTransferConfig(**{**settings, **transfer}),
     )
+    # vLLM switches it off on CPU.
+    config.scheduler_config.async_scheduling = async_scheduling
     # Set behind the checks that count this machine's accelerators.
     config.parallel_config = ParallelConfig()
     config.parallel_config.tensor_parallel_size = tp
@@ -171,7 +174,10 @@ class Instance:
             for rank in range(tp)
         ]
         init_none_hash(sha256)
-        self.scheduler = Scheduler(
+        # With async scheduling, one step is scheduled before another has ended.
+        self.steps: deque[SchedulerOutput] = deque()
+        self.steps_ahead = int(self.config.scheduler_config.async_scheduling)
+        self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
             kv_cache_config=kv_config,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -273,13 +279,15 @@ class Instance:
                 self.kv[n][blocks, :, at % self.block_size] = cells
 
     def step(self, producer=None):
-        """One engine step; `producer` is where loads come from."""
-        output = self.scheduler.schedule()
-        for req_id, number in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[req_id]
-            done = request.num_computed_tokens
-            self.write(request, done - number, done)
-            self.scheduled.append((req_id, number))
+        """Schedule a step and run the oldest; `producer` is where loads come from."""
+        self.steps.append(self.scheduler.schedule())
+        if len(self.steps) <= self.steps_ahead:
+            return None
+        output = self.steps.popleft()
+        for req_id, (first, last) in spans(output).items():
+            if req_id in self.scheduler.requests:
+                self.write(self.scheduler.requests[req_id], first, last)
+            self.scheduled.append((req_id, last - first))
         reports = self.transport.step(self, producer, output)
         self.on_reports(reports)
         per_worker = [self.runner_output(output, report) for report in reports]
@@ -289,10 +297,9 @@ class Instance:
     def runner_output(self, output, kv_output):
         ids = list(output.num_scheduled_tokens)
         sampled = []
-        for req_id in ids:
-            request = self.scheduler.requests[req_id]
-            last = request.num_computed_tokens >= request.num_tokens
-            sampled.append([7] if last else [])
+        for req_id, (_, last) in spans(output).items():
+            request = self.scheduler.requests.get(req_id)
+            sampled.append([7] if request and last >= request.num_tokens else [])
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={r: i for i, r in enumerate(ids)},
@@ -357,6 +364,14 @@ class Instance:
 _CELLS = torch.randn(
     8191, HEADS, 2 * HEAD_SIZE, generator=torch.Generator().manual_seed(5)
 ).to(torch.bfloat16)
+
+
+def spans(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+    """The tokens ``[first, last)`` that a step computes, by request id."""
+    first = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    first.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {r: (first[r], first[r] + n) for r, n in output.num_scheduled_tokens.items()}
 
 
 def token_kv(layer: int, position, token) -> torch.Tensor:

@@ -310,6 +310,7 @@ def test_it_refuses_to_start_and_names_the_option(options, names):
         ({"kind": "byte", "often": 1}, "unknown settings"),
         ({"kind": "byte", "probability": 2}, "probability"),
         ({"kind": "byte", "blocks": 0}, "blocks"),
+        ({"kind": "byte", "skip": -1}, "skip"),
     ],
 )
 def test_faults_are_checked_at_startup(fault, says):

@@ -60,3 +60,14 @@ def test_a_group_of_which_nothing_was_compared_is_not_verified():
     assert verdict.reason is Unverified.NOTHING_IN_COMMON
     verdict.groups[1].compared = 1
     assert verdict.outcome == "verified"
+
+
+def test_what_counts_as_good_before_the_first_bad_block():
+    """P's blocks of 32 tokens from its second one on, D's of 16."""
+    theirs = GroupChecksums(1, 32, 1, values(3))
+    local = LocalGroup(1, 16, 0, [np.repeat(theirs.values, 2)])
+    group = compare_group(theirs, 128, local, 128)
+    assert group.first == 2 and group.positions[0] == 2
+    verdict = LoadVerdict({0: group})
+    assert [verdict.good_blocks(0, start) for start in (0, 1, 2)] == [0, 0, 2]
+    assert LoadVerdict({0: GroupVerdict(2, 4)}).good_blocks(0, 2) == 0

@@ -67,6 +67,7 @@ class Fault:
         probability: share of the loads that are damaged.
         group: the KV cache group that is damaged; None: the first one loaded.
         blocks: how many blocks, for kinds that damage single blocks.
+        skip: how many of the loaded blocks, from the first, are left alone.
         tp_rank: the one TP rank that damages its part; None: all of them.
     """
 
@@ -74,6 +75,7 @@ class Fault:
     probability: float = 1.0
     group: int | None = None
     blocks: int = 1
+    skip: int = 0
     tp_rank: int | None = None
 
 
@@ -134,10 +136,10 @@ def drill_faults(options: dict[str, Any]) -> dict[str, Fault]:
                 f"{prefix!r} in {_OPTION}; known: {', '.join(sorted(known))}"
             )
         fault = Fault(**settings)
-        if not 0 <= fault.probability <= 1 or fault.blocks < 1:
+        if not 0 <= fault.probability <= 1 or fault.blocks < 1 or fault.skip < 0:
             raise ValueError(
-                f"fault {prefix!r} in {_OPTION}: probability must lie in 0..1 and "
-                "blocks be at least 1"
+                f"fault {prefix!r} in {_OPTION}: probability must lie in 0..1, "
+                "blocks be at least 1 and skip at least 0"
             )
         faults[prefix] = fault
     return faults
@@ -339,6 +341,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         if group is None:
             group = min(order.groups, default=0)
         start, ids = order.groups.get(group, (0, []))
+        start, ids = start + fault.skip, ids[fault.skip :]
         load = LoadedBlocks(
             self._layers.get(group, []),
             ids,

@@ -31,6 +31,7 @@ from .checksum import (
     add_records,
     replica_checks,
 )
+from .offload import why_whole_blocks_differ
 from .payload import GroupChecksums, KVChecksumCarrier, KVChecksumPayload
 from .report import Reporter, client_error, remote_engine
 from .stored_loads import StoredLoads, stores_checksums
@@ -112,6 +113,12 @@ class KVChecksumScheduler:
         self.connector = connector
         self.kv_cache_manager = kv_cache_manager
         self.kv_cache_config = kv_cache_config
+        groups = kv_cache_config.kv_cache_groups
+        self._keeps_prefix = (
+            self.recompute
+            and len(groups) == 1
+            and why_whole_blocks_differ(groups) is None
+        )
         self._seqs = count(1)
         self._scheduled = KVChecksumScheduled()
         self._sends: dict[str, _Pending] = {}
@@ -232,15 +239,18 @@ class KVChecksumScheduler:
         output: Any,
         requests: dict[str, Any],
         known_failed: Iterable[str] = (),
-    ) -> set[str]:
-        """Judge the loads that finished; the ids that must fail.
+    ) -> dict[str, int]:
+        """Judge the loads that finished; those that must fail.
 
         Args:
             output: the step's aggregated `KVConnectorOutput`, or None.
             requests: the scheduler's requests by id.
             known_failed: ids whose load is already known to have failed.
+
+        Returns:
+            By request id, how many of its first tokens need no recompute.
         """
-        bad: set[str] = set()
+        bad: dict[str, int] = {}
         if output is None or not self._recvs:
             return bad
         known_failed = {*known_failed, *(output.failed_recving or ())}
@@ -264,14 +274,32 @@ class KVChecksumScheduler:
             source = remote_engine(load.params)
             if load.blocks.stored:
                 source = f"store of {type(self.connector).__name__}"
-            self._reporter.load(req_id, verdict, source, self._action())
+            kept = self._kept_tokens(load, verdict)
+            self._reporter.load(req_id, verdict, source, self._action(kept))
             if self.fail_closed:
-                bad.add(req_id)
+                bad[req_id] = kept
                 if not self.recompute:
                     self._errors[req_id] = client_error(verdict)
                 if load.blocks.stored:
                     self._drop_stored(request, load, verdict, output)
         return bad
+
+    def keep_verified(self, bad: dict[str, int], requests: dict[str, Any]) -> None:
+        """Leave out of a recompute what `verify` found good.
+
+        To be called once the scheduler has marked the loads as failed. It then
+        caches a failed load's computed tokens alone, and computes on from there.
+        """
+        for req_id, kept in bad.items():
+            if kept:
+                requests[req_id].num_computed_tokens = kept
+
+    def _kept_tokens(self, load: _PendingLoad, verdict: LoadVerdict) -> int:
+        """Tokens before the first bad block, where they may be kept, else 0."""
+        if not self._keeps_prefix or verdict.reason is not None:
+            return 0
+        start, _ = load.blocks.groups[0]
+        return verdict.good_blocks(0, start) * self._block_size(0)
 
     def _drop_stored(
         self, request: Any, load: _PendingLoad, verdict: LoadVerdict | None, output: Any
@@ -465,7 +493,7 @@ class KVChecksumScheduler:
         if outcome != "verified" and self.fail_closed:
             self._stats["recomputed" if self.recompute else "failed"] += 1
 
-    def _action(self) -> str:
+    def _action(self, kept: int) -> str:
         if not self.fail_closed:
             return "served as loaded"
-        return "recomputing from token 0" if self.recompute else "request failed"
+        return f"recomputing from token {kept}" if self.recompute else "request failed"

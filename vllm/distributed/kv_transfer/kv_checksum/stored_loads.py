@@ -137,7 +137,7 @@ def compare_stored(
         start: position of the first block that was loaded.
         hashes: the blocks' prefix hashes; their number is that of the blocks.
     """
-    result = GroupVerdict()
+    result = GroupVerdict(first=start)
     bad: np.ndarray = np.zeros(len(hashes), bool)
     for record in records:
         if group_id not in record.fingerprints:

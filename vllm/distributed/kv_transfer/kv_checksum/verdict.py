@@ -66,8 +66,15 @@ class Difference:
 
 @dataclass
 class GroupVerdict:
-    """Outcome for one group; `positions` are consumer block positions."""
+    """Outcome for one group.
 
+    Attributes:
+        first: position of the first block that was compared, on the consumer.
+        compared: how many blocks were, from there on.
+        positions: those that differ, ascending.
+    """
+
+    first: int = 0
     compared: int = 0
     positions: list[int] = field(default_factory=list)
     samples: list[Difference] = field(default_factory=list)
@@ -96,6 +103,19 @@ class LoadVerdict:
             if not group.compared:
                 return Unverified.NOTHING_IN_COMMON
         return None if self.groups else Unverified.NOTHING_IN_COMMON
+
+    def good_blocks(self, group_id: int, start: int) -> int:
+        """Blocks of a group before the first that differs.
+
+        0 if any before it was loaded and not compared, or none differs.
+
+        Args:
+            start: position of the first block that was loaded.
+        """
+        group = self.groups.get(group_id)
+        if group is None or not group.positions or group.first > start:
+            return 0
+        return group.positions[0]
 
     @property
     def outcome(self) -> str:
@@ -192,6 +212,7 @@ def compare_group(
         for at in bad[:MAX_SAMPLES]
     ]
     return GroupVerdict(
+        low * ratio,
         min((high - low) * ratio, last - ours.start),
         positions[positions < last].tolist(),
         samples,
