@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
 def mismatch(groups=1, blocks=5):
     samples = [Difference(p, 2**64 - 1, p) for p in range(3)]
     return LoadVerdict(
-        {g: GroupVerdict(9, list(range(blocks)), samples) for g in range(groups)}
+        {g: GroupVerdict(0, 9, list(range(blocks)), samples) for g in range(groups)}
     )
 
 
