@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     torch_path,
 )
 from vllm.distributed.kv_transfer.kv_checksum import worker as worker_module
+from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.layout import TokenOrder
 from vllm.distributed.kv_transfer.kv_checksum.rows import build_rows
 
@@ -280,6 +281,19 @@ def skip_cases():
     }
 
 
+SKIPPED_AS = {
+    "compressed": Skipped.COMPRESSED,
+    "head slots": Skipped.PACKED_HEADS,
+    "circular": Skipped.SPEC_CLASS,
+    "replication unknown": Skipped.REPLICAS,
+    "two modules": Skipped.LAYER_NAMES,
+    "no number": Skipped.LAYER_NAMES,
+    "two numbers": Skipped.LAYER_NAMES,
+    "order unknown": Skipped.BACKEND,
+}
+"""The category of each case; of those that are not here, it is the memory layout."""
+
+
 @pytest.mark.parametrize("case", skip_cases())
 def test_a_skipped_group_is_said_and_the_one_beside_it_is_summed(case):
     spec, caches, kwargs = skip_cases()[case]
@@ -292,7 +306,9 @@ def test_a_skipped_group_is_said_and_the_one_beside_it_is_summed(case):
     w = u.worker(cfg, {**caches, **beside}, **kwargs)
     blocks = KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (1, [5, 2, 7])})
     record = u.send_record(w, blocks)
-    assert set(record.skipped_groups) == {0} and record.skipped_groups[0]
+    assert set(record.skipped_groups) == {0}
+    category = Skipped.of(record.skipped_groups[0])
+    assert category is SKIPPED_AS.get(case, Skipped.MEMORY_LAYOUT)
     assert set(record.checksums["r"]) == {1}
     if kwargs.get("tp_size", 1) == 1:
         expected = u.expected_sums({9: beside["model.layers.9.attn"]}, [5, 2, 7], 1, 57)
