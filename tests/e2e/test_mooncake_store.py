@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rig.model import tiny_qwen3
 from rig.mooncake_store import MooncakeStore, key
-from rig.servers import Server, serving
+from rig.servers import Server, free_port, serving
 
 from e2e import pairs
 
@@ -237,6 +237,39 @@ def test_values_of_another_model_s_layers_and_of_instances_without_checksums(
         assert {x - y for x in sizes[0] for y in sizes[1]} == {8}
         after = store_calls(fleet.a)
         assert {k: n - before[k] for k, n in after.items()} == calls
+
+
+@pytest.mark.parametrize("fleet", [1], indirect=True)
+def test_the_drill_damages_loads_from_the_store(fleet, forks, reference, hashes):
+    """The wrapped connector's checksums, and what it drops, are the drill's too."""
+    drill = {
+        "damage_kv_on_purpose": True,
+        "connector": "MooncakeStoreConnector",
+        "faults": pairs.FAULTS,
+    }
+    options = {"lookup_rpc_port": free_port(), "kv_checksum_fault_drill": drill}
+    drilled = fleet.store.instance(
+        "store-drilled",
+        "kv_consumer",
+        model=fleet.model,
+        dtype="float32",
+        fork_server=forks,
+        transfer={
+            **CHECKED,
+            "kv_connector": "KVChecksumFaultDrill",
+            "kv_connector_module_path": pairs.DRILL,
+            "kv_connector_extra_config": options,
+        },
+    )
+    prompt = random_prompt("drill")
+    expected = text(reference, prompt)
+    text(fleet.a, prompt)
+    fleet.store.wait_for([k for h in hashes(prompt) for k in fleet.keys(h)])
+    with serving(drilled):
+        answer = drilled.completions(prompt, MAX_TOKENS, request_id="flip-store")
+        assert pairs.text_of(answer) == expected
+        found = counts(drilled)
+    assert found == {"verified": 0, "mismatch": 1, "unverified": 0, "dropped": 1}
 
 
 def external_tokens(server):

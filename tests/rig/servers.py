@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -65,16 +66,21 @@ class ServerError(RuntimeError):
     """A server died or did not come up; the message holds what its log says about it."""
 
 
+PORTS = range(20000, 32000)
+"""Below the range from which the kernel takes ports of outgoing connections: a port of that range, free now, may be taken
+before the server that it was meant for binds it."""
+
+
 def free_port() -> int:
     """Return a port that is free now and that this process has not handed out before."""
     while True:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = int(probe.getsockname()[1])
-        with _lock:
-            if port not in _given_ports:
-                _given_ports.add(port)
-                return port
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            with _lock:
+                if port not in _given_ports:
+                    _given_ports.add(port)
+                    return port
 
 
 class Server:

@@ -6,7 +6,6 @@ One rank per instance. What is real: schedulers, connectors of both roles, the h
 """
 
 import os
-import socket
 import time
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -14,6 +13,7 @@ from unittest.mock import patch
 import kv_checksum_instances as rig
 import kv_checksum_transports as transports
 import kv_checksum_utils as u
+from rig.servers import free_port
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -37,12 +37,6 @@ BOOTSTRAP = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
 
 BLOCK_SIZE = 32
 """CPU attention's, which the connectors ask."""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class RealWorkers(transports.FakeTransport):
