@@ -239,36 +239,37 @@ def test_values_of_another_model_s_layers_and_of_instances_without_checksums(
         assert {k: n - before[k] for k, n in after.items()} == calls
 
 
-@pytest.mark.parametrize("fleet", [1], indirect=True)
-def test_the_drill_damages_loads_from_the_store(fleet, forks, reference, hashes):
+def test_the_drill_damages_loads_from_the_store(
+    forks, model, reference, hashes, tmp_path
+):
     """The wrapped connector's checksums, and what it drops, are the drill's too."""
     drill = {
         "damage_kv_on_purpose": True,
         "connector": "MooncakeStoreConnector",
         "faults": pairs.FAULTS,
     }
-    options = {"lookup_rpc_port": free_port(), "kv_checksum_fault_drill": drill}
-    drilled = fleet.store.instance(
-        "store-drilled",
-        "kv_consumer",
-        model=fleet.model,
-        dtype="float32",
-        fork_server=forks,
-        transfer={
-            **CHECKED,
-            "kv_connector": "KVChecksumFaultDrill",
-            "kv_connector_module_path": pairs.DRILL,
-            "kv_connector_extra_config": options,
+    drilled = {
+        "kv_connector": "KVChecksumFaultDrill",
+        "kv_connector_module_path": pairs.DRILL,
+        "kv_connector_extra_config": {
+            "lookup_rpc_port": free_port(),
+            "kv_checksum_fault_drill": drill,
         },
-    )
+    }
+    common = dict(model=model, dtype="float32", fork_server=forks)
     prompt = random_prompt("drill")
     expected = text(reference, prompt)
-    text(fleet.a, prompt)
-    fleet.store.wait_for([k for h in hashes(prompt) for k in fleet.keys(h)])
-    with serving(drilled):
-        answer = drilled.completions(prompt, MAX_TOKENS, request_id="flip-store")
-        assert pairs.text_of(answer) == expected
-        found = counts(drilled)
+    with MooncakeStore(tmp_path) as store:
+        a = store.instance("drill-a", "kv_producer", transfer=CHECKED, **common)
+        b = store.instance(
+            "drill-b", "kv_consumer", transfer={**CHECKED, **drilled}, **common
+        )
+        with serving(a, b):
+            assert text(a, prompt) == expected
+            store.wait_for([key(model, 0, h) for h in hashes(prompt)])
+            answer = b.completions(prompt, MAX_TOKENS, request_id="flip-store")
+            assert pairs.text_of(answer) == expected
+            found = counts(b)
     assert found == {"verified": 0, "mismatch": 1, "unverified": 0, "dropped": 1}
 
 
