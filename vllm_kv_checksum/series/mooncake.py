@@ -7,6 +7,7 @@ drains the queue; so no load finishes without the payload that came with it.
 """
 
 from ..edits import Module, assign
+from .base import CARRIED_BY_CONNECTOR
 
 mooncake = Module(
     "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
@@ -38,19 +39,7 @@ with mooncake.function("MooncakeConnectorMetadata.__init__") as f:
         """,
     )
 with mooncake.cls("MooncakeConnector") as c:
-    c.prepend(
-        """
-        def kv_checksum_carrier(
-            self, request: "Request", receiving: bool
-        ) -> KVChecksumCarrier | None:
-            return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
-
-        def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
-            assert self.connector_scheduler is not None
-            self.connector_scheduler.send_kv_checksums(request, checksums)
-
-        """
-    )
+    c.prepend(CARRIED_BY_CONNECTOR)
 with mooncake.function("MooncakeConnector.get_transfer_results") as f:
     f.before(
         "return self.connector_worker.get_transfer_results()",

@@ -6,6 +6,7 @@ the same completion accounting. The compatibility hash stays vLLM's own.
 """
 
 from ..edits import Module, assign
+from .base import CARRIED_BY_CONNECTOR
 
 _NIXL = "distributed/kv_transfer/kv_connector/v1/nixl/"
 
@@ -24,19 +25,7 @@ connector.imports(
     "from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier"
 )
 with connector.cls("NixlPushConnector") as c:
-    c.prepend(
-        """
-        def kv_checksum_carrier(
-            self, request: "Request", receiving: bool
-        ) -> KVChecksumCarrier | None:
-            return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
-
-        def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
-            assert self.connector_scheduler is not None
-            self.connector_scheduler.send_kv_checksums(request, checksums)
-
-        """
-    )
+    c.prepend(CARRIED_BY_CONNECTOR)
 
 scheduler = Module(_NIXL + "push_scheduler.py")
 scheduler.imports("from vllm.distributed.kv_transfer.kv_checksum import nixl_push")
