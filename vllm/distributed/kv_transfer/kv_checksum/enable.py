@@ -7,6 +7,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from .multi_connector import carries
+from .offload import why_not_parallel
 from .payload import KVChecksumCarrier
 from .scheduler import KVChecksumScheduler
 from .stored_loads import stores_checksums, why_not_stored
@@ -77,14 +78,8 @@ def _why_not(vllm_config: Any, connector: Any) -> str | None:
         reason = why_not_stored(connector)
         if reason is not None:
             return f"{name} stores no KV checksums: {reason}"
-    if (
-        max(
-            parallel.decode_context_parallel_size,
-            parallel.prefill_context_parallel_size,
-        )
-        > 1
-    ):
-        return "context parallelism (DCP or PCP > 1) is not supported"
+    if (reason := why_not_parallel(parallel)) is not None:
+        return reason
     if parallel.distributed_executor_backend == "external_launcher" and (
         parallel.world_size > 1
     ):

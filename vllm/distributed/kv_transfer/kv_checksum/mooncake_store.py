@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from .offload import (
     BlockRun,
     hashes_of_blocks,
+    why_not_parallel,
     why_not_summed,
     why_whole_blocks_differ,
 )
@@ -38,14 +39,12 @@ _decoder = msgspec.msgpack.Decoder(dict[int, list[bytes]])
 
 def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why this instance stores no checksums, or None."""
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum:
         return "enable_kv_checksum is off"
     options = transfer.kv_connector_extra_config
-    if parallel.decode_context_parallel_size > 1 or (
-        parallel.prefill_context_parallel_size > 1
-    ):
-        return "context parallelism (DCP or PCP > 1) is not supported"
+    if (reason := why_not_parallel(vllm_config.parallel_config)) is not None:
+        return reason
     if options.get("enable_store_tp_lcm") or options.get("store_tp_size") is not None:
         return "values are shared between TP sizes (store_tp_size), not one rank's own"
     if options.get("custom_mem_pool"):

@@ -11,20 +11,18 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from .offload import BlockRun, why_not_summed, why_whole_blocks_differ
+from .offload import BlockRun, why_not_parallel, why_not_summed, why_whole_blocks_differ
 
 logger = init_logger(__name__)
 
 
 def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why this instance stores no checksums, or None."""
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum:
         return "enable_kv_checksum is off"
-    if parallel.decode_context_parallel_size > 1 or (
-        parallel.prefill_context_parallel_size > 1
-    ):
-        return "context parallelism (DCP or PCP > 1) is not supported"
+    if (reason := why_not_parallel(vllm_config.parallel_config)) is not None:
+        return reason
     options = transfer.kv_connector_extra_config
     if options.get("lazy_offload"):
         return "lazy_offload stores blocks whose positions are no longer known"
