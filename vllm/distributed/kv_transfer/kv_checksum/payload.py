@@ -17,6 +17,9 @@ import numpy as np
 
 PAYLOAD_VERSION = 1
 
+KV_TRANSFER_PARAMS_KEY = "kv_checksums"
+"""Where the payload stands in ``kv_transfer_params``; proxies must forward it."""
+
 MAX_PAYLOAD_BYTES = 4 * 2**20
 """Enough for 512k block checksums (8M tokens at block size 16)."""
 

@@ -11,7 +11,6 @@ an offload tier (`StoredLoads`).
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
 
@@ -23,69 +22,28 @@ from vllm.v1.request import RequestStatus
 from . import payload as wire
 from .blocks import TransferredBlocks, summed_block_size, transferred_blocks
 from .checksum import (
-    MASK64,
-    KVChecksumBlocks,
     KVChecksumRecord,
     KVChecksumScheduled,
     Skipped,
-    add_records,
     replica_checks,
 )
 from .offload import why_whole_blocks_differ
-from .payload import GroupChecksums, KVChecksumCarrier, KVChecksumPayload
+from .payload import (
+    KV_TRANSFER_PARAMS_KEY,
+    GroupChecksums,
+    KVChecksumCarrier,
+    KVChecksumPayload,
+)
+from .pending import NotComparable, Pending, PendingLoad
 from .report import Reporter, client_error, remote_engine
 from .stored_loads import StoredLoads, stores_checksums
 from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
 
+__all__ = ["KV_TRANSFER_PARAMS_KEY", "KVChecksumScheduler"]
+
 logger = init_logger(__name__)
 
-KV_TRANSFER_PARAMS_KEY = "kv_checksums"
-"""Where the payload stands in ``kv_transfer_params``; proxies must forward it."""
-
 _SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-
-
-@dataclass
-class _Pending:
-    """A request whose sums are awaited, and the workers' records so far."""
-
-    blocks: KVChecksumBlocks
-    carrier: KVChecksumCarrier
-    records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
-
-    def take(self, record: KVChecksumRecord) -> None:
-        self.records[record.pp_rank, record.tp_rank] = record
-
-
-@dataclass
-class _PendingLoad(_Pending):
-    """A load in progress.
-
-    `unaligned` holds groups whose first loaded block also holds tokens computed
-    here; `params` the request's ``kv_transfer_params`` when the load started;
-    `received` the payload that its connector brought, the first copy.
-    """
-
-    unaligned: set[int] = field(default_factory=set)
-    params: dict[str, Any] = field(default_factory=dict)
-    received: bytes | None = None
-
-    def payload(self) -> KVChecksumPayload | None:
-        """What the producer sent, or None for nothing.
-
-        Raises:
-            ValueError: as `payload.decode`.
-        """
-        if self.carrier is KVChecksumCarrier.CONNECTOR:
-            return None if self.received is None else wire.decode(self.received)
-        text = self.params.get(KV_TRANSFER_PARAMS_KEY)
-        return None if text is None else wire.decode_text(text)
-
-
-class _NotComparable(Exception):
-    def __init__(self, reason: Unverified) -> None:
-        super().__init__(reason.value)
-        self.reason = reason
 
 
 class KVChecksumScheduler:
@@ -121,8 +79,8 @@ class KVChecksumScheduler:
         )
         self._seqs = count(1)
         self._scheduled = KVChecksumScheduled()
-        self._sends: dict[str, _Pending] = {}
-        self._recvs: dict[str, _PendingLoad] = {}
+        self._sends: dict[str, Pending] = {}
+        self._recvs: dict[str, PendingLoad] = {}
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
         self._skipped_groups: dict[int, str] = {}
@@ -174,7 +132,8 @@ class KVChecksumScheduler:
             self._scheduled.reqs_to_load[req_id] = found.blocks
         else:
             self._scheduled.reqs_to_recv[req_id] = found.blocks
-        self._recvs[req_id] = _PendingLoad(
+        self._recvs[req_id] = PendingLoad(
+            req_id,
             found.blocks,
             carrier,
             unaligned=found.unaligned,
@@ -190,7 +149,7 @@ class KVChecksumScheduler:
         blocks = self._transferred(req_id, 0, request.num_prompt_tokens).blocks
         blocks.seq = next(self._seqs)
         self._scheduled.reqs_to_send[req_id] = blocks
-        self._sends[req_id] = _Pending(blocks, carrier)
+        self._sends[req_id] = Pending(req_id, blocks, carrier)
 
     def after_schedule(self, output: Any, requests: dict[str, Any]) -> None:
         """Find the prompts that this step finishes and fill in the step's request."""
@@ -218,7 +177,7 @@ class KVChecksumScheduler:
                 self._note_skipped(record)
             for req_id in record.checksums:
                 seq = record.seqs.get(req_id, 0)
-                pending: _Pending | None = self._recvs.get(req_id)
+                pending: Pending | None = self._recvs.get(req_id)
                 if seq:
                     pending = self._sends.get(req_id)
                 if pending is not None and pending.blocks.seq == seq:
@@ -294,7 +253,7 @@ class KVChecksumScheduler:
             if kept:
                 requests[req_id].num_computed_tokens = kept
 
-    def _kept_tokens(self, load: _PendingLoad, verdict: LoadVerdict) -> int:
+    def _kept_tokens(self, load: PendingLoad, verdict: LoadVerdict) -> int:
         """Tokens before the first bad block, where they may be kept, else 0."""
         if not self._keeps_prefix or verdict.reason is not None:
             return 0
@@ -302,7 +261,7 @@ class KVChecksumScheduler:
         return verdict.good_blocks(0, start) * self._block_size(0)
 
     def _drop_stored(
-        self, request: Any, load: _PendingLoad, verdict: LoadVerdict | None, output: Any
+        self, request: Any, load: PendingLoad, verdict: LoadVerdict | None, output: Any
     ) -> None:
         # Not for loads that are served all the same: their blocks may be stored
         # again, and a bad block would then count as good.
@@ -343,8 +302,8 @@ class KVChecksumScheduler:
         if params is None and not by_connector:
             return params
         try:
-            payload = self._payload(request.request_id, send)
-        except _NotComparable as error:
+            payload = self._payload(send)
+        except NotComparable as error:
             self._reporter.warn_once(
                 f"sent:{error.reason.value}",
                 "KV checksums not sent: %s (first for request %s)",
@@ -363,79 +322,47 @@ class KVChecksumScheduler:
 
     # ---- adding up
 
-    def _check_reports(self, req_id: str, pending: _Pending) -> None:
-        if len(pending.records) != self.num_workers:
-            raise _NotComparable(Unverified.WORKERS_MISSING)
-        tokens = {r.num_tokens.get(req_id) for r in pending.records.values()}
-        if tokens != {pending.blocks.num_tokens}:
-            raise _NotComparable(Unverified.OTHER_BLOCKS)
-
-    def _skipped(self, pending: _Pending) -> set[int]:
-        return {g for r in pending.records.values() for g in r.skipped_groups}
-
-    def _equal_tp_groups(self, pending: _Pending) -> set[int]:
-        return {g for r in pending.records.values() for g in r.equal_tp_groups}
-
-    def _fingerprint(self, pending: _Pending, group_id: int) -> int:
-        """Sum over PP stages; the TP ranks of a stage hold the same layers."""
-        by_stage = {
-            r.pp_rank: r.fingerprints.get(group_id, 0) for r in pending.records.values()
-        }
-        return sum(by_stage.values()) & MASK64
-
-    def _parts(self, req_id: str, pending: _Pending, group_id: int) -> Any:
-        start, ids = pending.blocks.groups[group_id]
-        try:
-            parts = add_records(pending.records.values(), req_id, group_id)
-        except ValueError:
-            raise _NotComparable(Unverified.OTHER_BLOCKS) from None
-        if any(p.start != start or len(p.values) != len(ids) for p in parts.values()):
-            raise _NotComparable(Unverified.OTHER_BLOCKS)
-        return parts
-
     def _block_size(self, group_id: int) -> int:
         return summed_block_size(self.kv_cache_config, group_id)
 
-    def _payload(self, req_id: str, send: _Pending) -> KVChecksumPayload:
-        self._check_reports(req_id, send)
-        skipped = self._skipped(send)
+    def _payload(self, send: Pending) -> KVChecksumPayload:
+        send.check_reports(self.num_workers)
+        skipped = send.skipped()
         groups = {}
         for group_id, (start, _) in send.blocks.groups.items():
             if group_id in skipped:
                 continue
-            parts = self._parts(req_id, send, group_id)
+            parts = send.parts(group_id)
             try:
                 # Check 0 adds copy 0 of every layer.
                 values = replica_checks(parts)[0]
             except ValueError:
-                raise _NotComparable(Unverified.REPLICA_MISSING) from None
+                raise NotComparable(Unverified.REPLICA_MISSING) from None
             groups[group_id] = GroupChecksums(
-                self._fingerprint(send, group_id),
+                send.fingerprint(group_id),
                 self._block_size(group_id),
                 start,
                 values,
             )
         return KVChecksumPayload(send.blocks.num_tokens, self.tp_size, groups)
 
-    def _local_group(
-        self, req_id: str, load: _PendingLoad, group_id: int
-    ) -> LocalGroup | Unverified:
+    def _local_group(self, load: PendingLoad, group_id: int) -> LocalGroup | Unverified:
         if group_id in load.unaligned:
             return Unverified.UNALIGNED_START
         try:
-            checks = replica_checks(self._parts(req_id, load, group_id))
-        except _NotComparable as error:
+            checks = replica_checks(load.parts(group_id))
+        except NotComparable as error:
             return error.reason
         except ValueError:
             return Unverified.REPLICA_MISSING
         return LocalGroup(
-            self._fingerprint(load, group_id),
+            load.fingerprint(group_id),
             self._block_size(group_id),
             load.blocks.groups[group_id][0],
             checks,
         )
 
-    def _judge(self, request: Any, load: _PendingLoad) -> LoadVerdict:
+    def _judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
         req_id = request.request_id
         if self._stored is not None and load.blocks.stored:
             return self._judge_stored(request, load)
@@ -449,29 +376,29 @@ class KVChecksumScheduler:
         if payload is None:
             return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
         try:
-            self._check_reports(req_id, load)
-        except _NotComparable as error:
+            load.check_reports(self.num_workers)
+        except NotComparable as error:
             return LoadVerdict(unverified=error.reason)
-        skipped = self._skipped(load)
+        skipped = load.skipped()
         if payload.tp_size != self.tp_size:
-            for group_id in self._equal_tp_groups(load) - skipped:
+            for group_id in load.equal_tp_groups() - skipped:
                 self._leave_out(req_id, group_id, LeftOut.TP_SIZES)
                 payload.groups.pop(group_id, None)
                 skipped.add(group_id)
         local: dict[int, LocalGroup | Unverified | None] = {
-            group_id: self._local_group(req_id, load, group_id)
+            group_id: self._local_group(load, group_id)
             for group_id in load.blocks.groups
             if group_id not in skipped
         }
         return judge(payload, local, load.blocks.num_tokens)
 
-    def _judge_stored(self, request: Any, load: _PendingLoad) -> LoadVerdict:
+    def _judge_stored(self, request: Any, load: PendingLoad) -> LoadVerdict:
         assert self._stored is not None
         if load.unaligned:
             return LoadVerdict(unverified=Unverified.UNALIGNED_START)
         try:
-            self._check_reports(request.request_id, load)
-        except _NotComparable as error:
+            load.check_reports(self.num_workers)
+        except NotComparable as error:
             return LoadVerdict(unverified=error.reason)
         records = list(load.records.values())
         return self._stored.judge(request, load.blocks, records)
@@ -483,7 +410,7 @@ class KVChecksumScheduler:
         stats, self._stats = self._stats, Counter()
         return dict(stats) or None
 
-    def _count(self, verdict: LoadVerdict, load: _PendingLoad) -> None:
+    def _count(self, verdict: LoadVerdict, load: PendingLoad) -> None:
         outcome = verdict.outcome
         self._stats[f"loads:{outcome}:{load.carrier.value}"] += 1
         if outcome == "unverified" and verdict.reason is not None:

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request whose sums are awaited: what was asked for, and adding up what came.
+
+Whatever does not fit what was asked for makes the whole not comparable, never a
+difference: a record that is missing, or one that covers other blocks.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import payload as wire
+from .checksum import (
+    MASK64,
+    KVChecksumBlocks,
+    KVChecksumGroup,
+    KVChecksumRecord,
+    ReplicaKey,
+    add_records,
+)
+from .payload import KV_TRANSFER_PARAMS_KEY, KVChecksumCarrier, KVChecksumPayload
+from .verdict import Unverified
+
+
+class NotComparable(Exception):
+    """The workers' records do not add up to what was asked for."""
+
+    def __init__(self, reason: Unverified) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+@dataclass
+class Pending:
+    """A send, and by worker the records so far."""
+
+    req_id: str
+    blocks: KVChecksumBlocks
+    carrier: KVChecksumCarrier
+    records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
+
+    def take(self, record: KVChecksumRecord) -> None:
+        """Keep a worker's record."""
+        self.records[record.pp_rank, record.tp_rank] = record
+
+    def check_reports(self, num_workers: int) -> None:
+        """Check that every worker summed what it was asked to.
+
+        Raises:
+            NotComparable: one did not.
+        """
+        if len(self.records) != num_workers:
+            raise NotComparable(Unverified.WORKERS_MISSING)
+        tokens = {r.num_tokens.get(self.req_id) for r in self.records.values()}
+        if tokens != {self.blocks.num_tokens}:
+            raise NotComparable(Unverified.OTHER_BLOCKS)
+
+    def skipped(self) -> set[int]:
+        """Groups that a worker does not sum."""
+        return {g for r in self.records.values() for g in r.skipped_groups}
+
+    def equal_tp_groups(self) -> set[int]:
+        """Groups whose sums compare only with those of an equal TP size."""
+        return {g for r in self.records.values() for g in r.equal_tp_groups}
+
+    def fingerprint(self, group_id: int) -> int:
+        """Sum over PP stages; the TP ranks of a stage hold the same layers."""
+        by_stage = {
+            r.pp_rank: r.fingerprints.get(group_id, 0) for r in self.records.values()
+        }
+        return sum(by_stage.values()) & MASK64
+
+    def parts(self, group_id: int) -> dict[ReplicaKey, KVChecksumGroup]:
+        """The workers' sums of one group, added up per replica key.
+
+        Raises:
+            NotComparable: they are of other blocks.
+        """
+        start, ids = self.blocks.groups[group_id]
+        try:
+            parts = add_records(self.records.values(), self.req_id, group_id)
+        except ValueError:
+            raise NotComparable(Unverified.OTHER_BLOCKS) from None
+        if any(p.start != start or len(p.values) != len(ids) for p in parts.values()):
+            raise NotComparable(Unverified.OTHER_BLOCKS)
+        return parts
+
+
+@dataclass
+class PendingLoad(Pending):
+    """A load in progress.
+
+    `unaligned` holds groups whose first loaded block also holds tokens computed
+    here; `params` the request's ``kv_transfer_params`` when the load started;
+    `received` the payload that its connector brought, the first copy.
+    """
+
+    unaligned: set[int] = field(default_factory=set)
+    params: dict[str, Any] = field(default_factory=dict)
+    received: bytes | None = None
+
+    def payload(self) -> KVChecksumPayload | None:
+        """What the producer sent, or None for nothing.
+
+        Raises:
+            ValueError: as `payload.decode`.
+        """
+        if self.carrier is KVChecksumCarrier.CONNECTOR:
+            return None if self.received is None else wire.decode(self.received)
+        text = self.params.get(KV_TRANSFER_PARAMS_KEY)
+        return None if text is None else wire.decode_text(text)
