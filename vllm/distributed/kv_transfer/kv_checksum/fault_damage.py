@@ -157,6 +157,9 @@ def _lanes(mask: int, words: tuple[int, ...]) -> Damage:
         hit = load.block_ids[: load.hits]
         for at in range(len(hit)):
             _need_tokens(load, at, load.layers[0].tokens_per_block)
+        tokens, width = load.layers[0].blocks.shape[3:]
+        if width % 8 or max(words) >= tokens * width // 8:
+            raise NotApplicable("a head's tokens do not hold these 8-byte words")
         for layer in load.layers:
             for block in hit:
                 rows = layer.blocks[block, 0, 0].view(torch.int64)
@@ -241,10 +244,15 @@ def _last_token_missing(load: LoadedBlocks) -> None:
 # ---- 6 to 8: what stands where within blocks
 
 
-def _roll_heads(load: LoadedBlocks) -> None:
+def _need_heads(load: LoadedBlocks) -> int:
     heads = load.layers[0].blocks.shape[2]
     if heads < 2:
         raise NotApplicable("this worker holds one KV head")
+    return heads
+
+
+def _roll_heads(load: LoadedBlocks) -> None:
+    heads = _need_heads(load)
     for layer in load.layers:
         for block in load.block_ids:
             for cells in layer.cells(block):
@@ -252,9 +260,7 @@ def _roll_heads(load: LoadedBlocks) -> None:
 
 
 def _head_major_as_token_major(load: LoadedBlocks) -> None:
-    heads = load.layers[0].blocks.shape[2]
-    if heads < 2:
-        raise NotApplicable("this worker holds one KV head")
+    heads = _need_heads(load)
     for layer in load.layers:
         for block in load.block_ids:
             for cells in layer.cells(block):
