@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks of a request a connector transfers, and so which are summed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from .checksum import STATE_BLOCK_SIZE, KVChecksumBlocks
 
 _NULL_BLOCK = 0
+
+WINDOWED_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Specs whose requests give up blocks that they have passed."""
 
 
 @dataclass
@@ -72,6 +79,36 @@ def transferred_blocks(
         if start * size < first_token:
             found.unaligned.add(group_id)
     return found
+
+
+def blocks_given_up(
+    kv_cache_config: Any,
+    rows: Callable[[], Sequence[Sequence[int]]],
+    blocks: KVChecksumBlocks,
+) -> dict[int, int]:
+    """How many of the first summed blocks a request has given up since, per group.
+
+    vLLM frees what has left a window just before it hands a finished request's
+    blocks to the connector, so these blocks are not transferred.
+
+    Args:
+        rows: gives the request's block ids now, per group.
+    """
+    windows = [
+        group_id
+        for group_id in blocks.groups
+        if isinstance(group_spec(kv_cache_config, group_id), WINDOWED_SPECS)
+    ]
+    given_up: dict[int, int] = {}
+    if not windows:
+        return given_up
+    held = rows()
+    for group_id in windows:
+        start, ids = blocks.groups[group_id]
+        now = np.array(held[group_id][start : start + len(ids)], np.int64)
+        live = np.flatnonzero(now != _NULL_BLOCK)
+        given_up[group_id] = int(live[0]) if live.size else len(ids)
+    return given_up
 
 
 def running_state(row: Sequence[int], num_scratch: int) -> list[int]:

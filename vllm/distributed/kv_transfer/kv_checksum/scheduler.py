@@ -20,7 +20,12 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
 from . import payload as wire
-from .blocks import TransferredBlocks, summed_block_size, transferred_blocks
+from .blocks import (
+    TransferredBlocks,
+    blocks_given_up,
+    summed_block_size,
+    transferred_blocks,
+)
 from .checksum import (
     KVChecksumRecord,
     KVChecksumScheduled,
@@ -109,7 +114,8 @@ class KVChecksumScheduler:
         self._stats[f"left_out:{reason.value}"] += 1
         self._reporter.warn_once(
             f"left_out:{reason.value}:{group_id}",
-            "KV checksums leave out KV cache group %d: %s (first for request %s)",
+            "KV checksums leave out %sKV cache group %d: %s (first for request %s)",
+            "a part of " if reason is LeftOut.PARTIAL_BLOCKS else "",
             group_id,
             reason.value,
             req_id,
@@ -328,6 +334,11 @@ class KVChecksumScheduler:
     def _payload(self, send: Pending) -> KVChecksumPayload:
         send.check_reports(self.num_workers)
         skipped = send.skipped()
+        given_up = blocks_given_up(
+            self.kv_cache_config,
+            lambda: self.kv_cache_manager.get_block_ids(send.req_id),
+            send.blocks,
+        )
         groups = {}
         for group_id, (start, _) in send.blocks.groups.items():
             if group_id in skipped:
@@ -341,8 +352,8 @@ class KVChecksumScheduler:
             groups[group_id] = GroupChecksums(
                 send.fingerprint(group_id),
                 self._block_size(group_id),
-                start,
-                values,
+                start + given_up.get(group_id, 0),
+                values[given_up.get(group_id, 0) :],
             )
         return KVChecksumPayload(send.blocks.num_tokens, self.tp_size, groups)
 
@@ -390,7 +401,11 @@ class KVChecksumScheduler:
             for group_id in load.blocks.groups
             if group_id not in skipped
         }
-        return judge(payload, local, load.blocks.num_tokens)
+        verdict = judge(payload, local, load.blocks.num_tokens)
+        for group_id, group in verdict.groups.items():
+            if group.compared and group.compared < len(load.blocks.groups[group_id][1]):
+                self._leave_out(req_id, group_id, LeftOut.PARTIAL_BLOCKS)
+        return verdict
 
     def _judge_stored(self, request: Any, load: PendingLoad) -> LoadVerdict:
         assert self._stored is not None

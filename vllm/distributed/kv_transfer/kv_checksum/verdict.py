@@ -32,12 +32,15 @@ class Unverified(str, Enum):
 
 
 class LeftOut(str, Enum):
-    """Why a group of one request is not summed or compared (fixed set)."""
+    """Why a group of one request, or a part of it, is not compared (fixed set)."""
 
     MISSING_BLOCKS = "missing_blocks"
     """Blocks inside the request are missing (a retained window)."""
     TP_SIZES = "tp_sizes"
     """It is not known how TP splits the group, and the TP sizes differ."""
+    PARTIAL_BLOCKS = "partial_blocks"
+    """A block at an end of the load holds tokens that the producer did not send, or
+    lacks tokens that it summed; the others were compared."""
 
 
 @dataclass
@@ -213,7 +216,7 @@ def compare_group(
     ]
     return GroupVerdict(
         low * ratio,
-        min((high - low) * ratio, last - ours.start),
+        min((high - low) * ratio, last - low * ratio),
         positions[positions < last].tolist(),
         samples,
     )
