@@ -146,17 +146,7 @@ class Instance:
         )
         self.num_blocks = num_blocks
         self.block_size, self.tp, self.pp = block_size, tp, pp
-        self.specs = [u.full_spec(HEADS, block_size, HEAD_SIZE)]
-        if window:
-            self.specs.append(
-                SlidingWindowSpec(
-                    block_size=block_size,
-                    num_kv_heads=HEADS,
-                    head_size=HEAD_SIZE,
-                    dtype=torch.bfloat16,
-                    sliding_window=window,
-                )
-            )
+        self.specs = self.token_specs(window)
         self.layers = [self.layer_numbers(g) for g in range(len(self.specs))]
         groups = [
             (u.names(*n), s) for n, s in zip(self.layers, self.specs, strict=True)
@@ -200,6 +190,21 @@ class Instance:
         self.intercept_payloads()
         self.hold_loads = False
         self.scheduled: list[tuple[str, int]] = []
+
+    def token_specs(self, window):
+        """The unsharded specs of the groups that hold tokens."""
+        specs = [u.full_spec(HEADS, self.block_size, HEAD_SIZE)]
+        if window:
+            specs.append(
+                SlidingWindowSpec(
+                    block_size=self.block_size,
+                    num_kv_heads=HEADS,
+                    head_size=HEAD_SIZE,
+                    dtype=torch.bfloat16,
+                    sliding_window=window,
+                )
+            )
+        return specs
 
     def make_kv_config(self, groups):
         return u.config(self.num_blocks, *groups)
@@ -275,7 +280,7 @@ class Instance:
             at, blocks = at[blocks != 0], blocks[blocks != 0]
             ids = torch.tensor(list(request.all_token_ids))[at]
             for n in numbers:
-                cells = token_kv(n, at, ids)
+                cells = token_kv(n, at, ids)[:, : self.kv[n].shape[1]]
                 self.kv[n][blocks, :, at % self.block_size] = cells
 
     def step(self, producer=None):
@@ -320,6 +325,9 @@ class Instance:
     def copy_states(self, producer, ours, theirs) -> None:
         """Transfer what is not copied token by token; block ids are per group."""
 
+    def loaded(self, req_id, block_ids) -> None:
+        """All of a load has arrived, in these blocks per group; not summed yet."""
+
     def answer_kv_is_right(self, request) -> bool:
         """Whether the KV of the prompt now is what a local prefill writes."""
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -329,7 +337,7 @@ class Instance:
         return all(
             torch.equal(
                 self.kv[n][blocks, :, at % self.block_size].view(torch.uint8),
-                token_kv(n, at, ids).view(torch.uint8),
+                token_kv(n, at, ids)[:, : self.kv[n].shape[1]].view(torch.uint8),
             )
             for n in self.layers[0]
         )

@@ -267,6 +267,7 @@ def copy_tokens(instance, producer, req_id, local, their_id, their_blocks):
         assert rows[group][-len(ours) :] == ours
         instance.damage(instance, req_id, ours)
     instance.copy_states(producer, local, their_blocks)
+    instance.loaded(req_id, local)
 
 
 def scheduler_tables(connector) -> dict[str, int]:

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P or D without a scheduler: real checksum workers and the real code for verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import kv_checksum_utils as u
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.request import RequestStatus
+
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KVChecksumBlocks,
+    KVChecksumCarrier,
+    KVChecksumScheduler,
+)
+from vllm.distributed.kv_transfer.kv_checksum.fault_damage import LayerCache
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
+
+from .models import Attention, Generator, Group, Split
+from .strike import Target, Worker
+
+
+@dataclass
+class Load:
+    """One request: what P computed and D loads.
+
+    Attributes:
+        num_tokens: of the prompt, on P.
+        first_token, end: D loads tokens ``[first_token, end)``.
+        seed: what its content is drawn from.
+        state_groups: KV cache groups of which one state is loaded.
+    """
+
+    req_id: str
+    num_tokens: int
+    first_token: int
+    end: int
+    seed: int
+    state_groups: frozenset[int] = frozenset()
+
+
+class _Connector:
+    """Stands in for a connector that carries payloads in `kv_transfer_params`."""
+
+    get_kv_checksum_sources = KVConnectorBase_V1.get_kv_checksum_sources
+
+    def kv_checksum_carrier(self, request: Any, receiving: bool) -> KVChecksumCarrier:
+        return KVChecksumCarrier.KV_TRANSFER_PARAMS
+
+
+class Side:
+    """One instance with a copy of some requests' KV."""
+
+    def __init__(
+        self, groups: list[Group], split: Split, loads: list[Load], random: Generator
+    ) -> None:
+        self.groups, self.split = groups, split
+        self.target = Target([[] for _ in groups], [])
+        self.rows = self._block_tables(loads, random)
+        self.caches: list[Any] = []
+        self.workers = [
+            self._worker(stage, rank, random)
+            for stage in range(split.pp)
+            for rank in range(split.tp)
+        ]
+        self.checksums = self._scheduler_part()
+        self.verdicts = keep_verdicts(self.checksums)
+
+    def _block_tables(
+        self, loads: list[Load], random: Generator
+    ) -> dict[str, list[list[int]]]:
+        """Scattered blocks for every request, per group."""
+        size = self.split.block_size
+        need = [-(-load.num_tokens // size) for load in loads]
+        self.num_blocks = sum(need) + 9
+        rows: dict[str, list[list[int]]] = {load.req_id: [] for load in loads}
+        for group in self.groups:
+            ids = iter((1 + random.permutation(self.num_blocks - 1)).tolist())
+            for load, number in zip(loads, need, strict=True):
+                number = number if isinstance(group, Attention) else 1
+                rows[load.req_id].append([next(ids) for _ in range(number)])
+            self.target.others.append([next(ids) for _ in range(8)])
+        return rows
+
+    def _worker(self, stage: int, rank: int, random: Generator) -> Any:
+        caches, configs = {}, []
+        for group, workers in zip(self.groups, self.target.workers, strict=True):
+            here = [
+                index
+                for index in range(len(group.layers))
+                if self.split.stage(index, len(group.layers)) == stage
+            ]
+            own = [
+                group.new_cache(self.split, rank, self.num_blocks, random) for _ in here
+            ]
+            names = u.names(*(group.layers[index] for index in here))
+            caches.update(zip(names, own, strict=True))
+            configs.append((names, group.spec(self.split, self.split.tp)))
+            covered = [group.covered(c, self.split, self.num_blocks) for c in own]
+            layers = [LayerCache(c, self.num_blocks) for c in own]
+            workers.append(Worker(layers, covered, rank, here))
+            self.caches += own
+        heads = {g.heads for g in self.groups if isinstance(g, Attention)}
+        return u.worker(
+            u.config(self.num_blocks, *configs),
+            caches,
+            tp_rank=rank,
+            tp_size=self.split.tp,
+            pp_rank=stage,
+            uniform=heads.pop() if len(heads) == 1 else None,
+        )
+
+    def _scheduler_part(self) -> KVChecksumScheduler:
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(
+                kv_checksum_fail_closed=False, kv_load_failure_policy="fail"
+            ),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=self.split.tp,
+                pipeline_parallel_size=self.split.pp,
+            ),
+        )
+        whole = [(u.names(*g.layers), g.spec(self.split, 1)) for g in self.groups]
+        return KVChecksumScheduler(
+            config,
+            _Connector(),
+            SimpleNamespace(get_block_ids=self.rows.__getitem__),
+            u.config(self.num_blocks, *whole),
+        )
+
+    def write(self, loads: list[Load]) -> None:
+        """Put every request's KV into its blocks."""
+        for load in loads:
+            for group, workers, ids in zip(
+                self.groups, self.target.workers, self.rows[load.req_id], strict=True
+            ):
+                content = group.content(load.num_tokens, load.seed)
+                for worker in workers:
+                    for index, blocks in zip(
+                        worker.indices, worker.covered, strict=True
+                    ):
+                        group.put(blocks, self.split, worker.rank, index, ids, content)
+
+    def _sum(self, finished: set[str] | None) -> Any:
+        """One step of every worker; what the executor would hand to the scheduler."""
+        meta = self.checksums.build_checksum_meta()
+        outputs = []
+        for worker in self.workers:
+            worker.bind(meta)
+            outputs.append(worker.post_forward(finished, set(), set()))
+        merged = outputs[0]
+        for output in outputs[1:]:
+            merged = merged.aggregate(output)
+        return SimpleNamespace(
+            kv_checksums=merged,
+            finished_recving=finished,
+            failed_recving=None,
+            invalid_block_ids=None,
+        )
+
+    def send(
+        self, loads: list[Load]
+    ) -> tuple[dict[str, Any], dict[str, tuple[KVChecksumBlocks, int]]]:
+        """As producer, by request id.
+
+        Returns what its answer carries; and what was summed, with the block size.
+        """
+        requests = [
+            SimpleNamespace(
+                request_id=load.req_id,
+                num_prompt_tokens=load.num_tokens,
+                kv_transfer_params={},
+                status=RequestStatus.FINISHED_LENGTH_CAPPED,
+            )
+            for load in loads
+        ]
+        for request in requests:
+            self.checksums.add_send(request)
+        summed = {
+            r: (pending.blocks, self.split.block_size)
+            for r, pending in self.checksums._sends.items()
+        }
+        self.checksums.collect(self._sum(None))
+        return {
+            r.request_id: self.checksums.request_finished(r, {}) for r in requests
+        }, summed
+
+    def load(
+        self, loads: list[Load], params: dict[str, Any]
+    ) -> tuple[dict[str, LoadVerdict], dict[str, KVChecksumBlocks]]:
+        """As consumer, by request id: the verdict, and what was summed."""
+        requests = {
+            load.req_id: SimpleNamespace(
+                request_id=load.req_id,
+                kv_transfer_params=params[load.req_id],
+                status=RequestStatus.WAITING_FOR_REMOTE_KVS,
+            )
+            for load in loads
+        }
+        for load in loads:
+            self.checksums.add_recv(requests[load.req_id], load.first_token, load.end)
+        summed = {r: load.blocks for r, load in self.checksums._recvs.items()}
+        output = self._sum(set(requests))
+        self.checksums.collect(output)
+        self.verdicts.clear()
+        self.checksums.verify(output, requests)
+        return dict(self.verdicts), summed
+
+
+def keep_verdicts(checksums: KVChecksumScheduler) -> dict[str, LoadVerdict]:
+    """What fills with every verdict from now on, by request id."""
+    verdicts: dict[str, LoadVerdict] = {}
+    judge = checksums._judge
+
+    def keep(request: Any, load: Any) -> LoadVerdict:
+        verdict = judge(request, load)
+        verdicts[request.request_id] = verdict
+        return verdict
+
+    checksums._judge = keep  # type: ignore[method-assign]
+    return verdicts

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws models, requests and damage from a seed and prints the table of outcomes.
+
+Depth *blocks*: real checksum workers of P and D and the real code for verdicts, no
+scheduler, many damaged blocks per load; the same bytes go through Adler-32 and
+CRC-32. Depth *loads*: requests through real schedulers, too, in each failure mode.
+Exits with 1 if any outcome is not the expected one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from campaign.tally import CLEAN, Tally  # noqa: E402
+
+DEPTHS = ("blocks", "loads")
+PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How much a depth runs: until so many were damaged, and so many not."""
+
+    damaged: int
+    clean: int
+
+    def reached(self, tally: Tally, depth: str) -> bool:
+        clean = tally.rows.get((depth, CLEAN))
+        return tally.total(depth, "damaged") >= self.damaged and (
+            (clean.intact.total() if clean else 0) >= self.clean
+        )
+
+
+def quiet() -> None:
+    """No log lines: every damaged load would be one."""
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+
+
+def run_batch(depth: str, seed: int, number: int) -> Tally:
+    """One batch; the same for the same arguments, whatever ran before it."""
+    if depth == "blocks":
+        from campaign import blocks
+
+        return blocks.run_batch(seed, number)
+    from campaign import loads
+
+    return loads.run_batch(seed, number)
+
+
+def tallies(depth: str, seed: int, jobs: int, pool: Executor | None) -> Iterator[Tally]:
+    """Tallies of batches 0, 1, ... in this order; in this process without a pool."""
+    ahead: deque[Future[Tally]] = deque()
+    try:
+        for number in range(10**9):
+            if pool is None:
+                yield run_batch(depth, seed, number)
+                continue
+            ahead.append(pool.submit(run_batch, depth, seed, number))
+            if len(ahead) > 2 * jobs:
+                yield ahead.popleft().result()
+    finally:
+        for future in ahead:
+            future.cancel()
+
+
+def run(
+    depth: str,
+    seed: int,
+    goal: Goal,
+    tally: Tally,
+    progress: Callable[[str], None],
+    jobs: int = 1,
+    pool: Executor | None = None,
+) -> int:
+    """Add batches to `tally` until the goal is reached; how many there were."""
+    began = said = time.monotonic()
+    number = 0
+    with closing(tallies(depth, seed, jobs, pool)) as batches:  # type: ignore[type-var]
+        while not goal.reached(tally, depth):
+            tally.add(next(batches))
+            number += 1
+            now = time.monotonic()
+            if now - said >= PROGRESS_S:
+                said = now
+                done = tally.total(depth, "damaged")
+                left = (now - began) * max(0, goal.damaged - done) / max(1, done)
+                progress(
+                    f"{depth}: {done:,} of {goal.damaged:,} damaged, "
+                    f"{tally.total(depth, 'undetected'):,} undetected, "
+                    f"{tally.total(depth, 'false_alarms'):,} false alarms, "
+                    f"{now - began:.0f} s, about {left:.0f} s to go"
+                )
+    return number
+
+
+def report(tally: Tally, depth: str, seconds: float) -> list[str]:
+    """The table of one depth and what it comes to."""
+    others: tuple[str, ...] = ()
+    if depth == "blocks":
+        from campaign.blocks import OTHERS as others
+    clean = tally.rows.get((depth, CLEAN))
+    return [
+        *tally.lines(depth, others),
+        "",
+        f"{depth}: {tally.total(depth, 'damaged'):,} damaged, "
+        f"{tally.total(depth, 'undetected'):,} undetected outside the limits; "
+        f"{clean.intact.total() if clean else 0:,} clean and "
+        f"{tally.total(depth, 'intact'):,} unchanged in all, "
+        f"{tally.total(depth, 'false_alarms'):,} false alarms; {seconds:.0f} s",
+        "",
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--n",
+        type=int,
+        default=1_000_000,
+        metavar="BLOCKS",
+        help="damaged blocks; a tenth as many clean ones",
+    )
+    parser.add_argument(
+        "--loads",
+        type=int,
+        metavar="LOADS",
+        help="damaged loads, and clean loads (default: a 50th of --n)",
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--depth", choices=DEPTHS, help="only this one (default: both)")
+    parser.add_argument(
+        "--batch", type=int, help="only this batch, as examples of --depth name it"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object at the end"
+    )
+    args = parser.parse_args()
+    if args.batch is not None and args.depth is None:
+        parser.error("--batch needs --depth, which says what it is a batch of")
+    for name in ("n", "jobs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return args
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    args = arguments()
+    quiet()
+    loads = args.loads if args.loads is not None else max(1, args.n // 50)
+    goals = {"blocks": Goal(args.n, args.n // 10), "loads": Goal(loads, loads)}
+    tally = Tally()
+    seconds: dict[str, float] = {}
+    batches: dict[str, int] = {}
+    stopped = False
+    with ExitStack() as stack:
+        pool = None
+        if args.jobs > 1 and args.batch is None:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(args.jobs, context, initializer=quiet)
+            stack.callback(pool.shutdown, cancel_futures=True)
+        for depth in [args.depth] if args.depth else DEPTHS:
+            began = time.monotonic()
+            try:
+                if args.batch is not None:
+                    tally.add(run_batch(depth, args.seed, args.batch))
+                else:
+                    batches[depth] = run(
+                        depth, args.seed, goals[depth], tally, say, args.jobs, pool
+                    )
+            except KeyboardInterrupt:
+                stopped = True
+            seconds[depth] = time.monotonic() - began
+            print("\n".join(report(tally, depth, seconds[depth])), flush=True)
+            if stopped:
+                say("stopped: what is above ran, the rest did not")
+                break
+    for example in tally.examples:
+        print(f"unexpected: {example}")
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "seed": args.seed,
+                    "batches": batches,
+                    "seconds": seconds,
+                    "stopped": stopped,
+                    "rows": tally.json(),
+                }
+            )
+        )
+    return 130 if stopped else int(tally.unexpected > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
