@@ -3,9 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONNECTOR ?= nixl_pull
 BASE ?= 0.32.0
+N ?= 1000000
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base lint bench demo clean
+.PHONY: help env unit test test-slow test-base lint bench campaign demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
@@ -15,6 +16,7 @@ help:
 	@echo "make test-slow  what make test leaves out: patching the real wheel of vLLM"
 	@echo "make test-base  the unit tests on another supported vLLM (BASE=0.32.0)"
 	@echo "make bench  what the checks cost: summing KV, and the code on the host"
+	@echo "make campaign  a million damaged blocks, and the table of outcomes (N=blocks)"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
 	@echo "make clean  remove $(VENV) and .rig"
@@ -23,7 +25,7 @@ env:
 	@$(PYTHON) tests/rig/env.py --venv $(VENV)
 
 unit: env
-	$(BIN)/python -m pytest tests -m "not e2e and not slow" -q
+	$(BIN)/python -m pytest tests -m "not e2e and not slow and not campaign" -q
 
 test: env
 	$(BIN)/python -m pytest tests -m "not slow"
@@ -40,10 +42,14 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
+	$(BIN)/mypy benchmarks/fault_campaign.py benchmarks/campaign
 
 bench: env
 	$(BIN)/python benchmarks/kernels/benchmark_kv_checksum.py
 	$(BIN)/python benchmarks/benchmark_kv_checksum_host.py
+
+campaign: env
+	$(BIN)/python benchmarks/fault_campaign.py --n $(N)
 
 demo: env
 	$(BIN)/python tests/e2e/demo.py --connector $(CONNECTOR)

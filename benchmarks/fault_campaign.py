@@ -108,9 +108,9 @@ def run(
 
 def report(tally: Tally, depth: str, seconds: float) -> list[str]:
     """The table of one depth and what it comes to."""
-    others: tuple[str, ...] = ()
-    if depth == "blocks":
-        from campaign.blocks import OTHERS as others
+    from campaign.blocks import OTHERS
+
+    others = OTHERS if depth == "blocks" else ()
     clean = tally.rows.get((depth, CLEAN))
     return [
         *tally.lines(depth, others),
@@ -153,8 +153,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.batch is not None and args.depth is None:
         parser.error("--batch needs --depth, which says what it is a batch of")
-    for name in ("n", "jobs"):
-        if getattr(args, name) < 1:
+    for name in ("n", "loads", "jobs"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
     return args
 

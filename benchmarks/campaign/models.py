@@ -126,7 +126,7 @@ class Attention:
         rank: int,
         index: int,
         ids: Sequence[int],
-        content: np.ndarray,
+        content: Any,
     ) -> None:
         """Write a request's KV of layer `index` into its blocks on one rank.
 
@@ -184,7 +184,7 @@ class States:
         rank: int,
         index: int,
         ids: Sequence[int],
-        content: list[Any],
+        content: Any,
     ) -> None:
         local = states.local_states(self._states, content[index], rank, split.tp)
         page = states.page_of(*local, split.conv_layout)

@@ -86,7 +86,8 @@ class Side:
         return rows
 
     def _worker(self, stage: int, rank: int, random: Generator) -> Any:
-        caches, configs = {}, []
+        caches: dict[str, Any] = {}
+        configs = []
         for group, workers in zip(self.groups, self.target.workers, strict=True):
             here = [
                 index

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class Worker:
     layers: list[LayerCache]
     covered: list[np.ndarray]
     rank: int = 0
-    indices: list[int] | None = None
+    indices: list[int] = field(default_factory=list)
 
 
 @dataclass
