@@ -119,7 +119,10 @@ def report(tally: Tally, depth: str, seconds: float) -> list[str]:
         f"{tally.total(depth, 'undetected'):,} undetected outside the limits; "
         f"{clean.intact.total() if clean else 0:,} clean and "
         f"{tally.total(depth, 'intact'):,} unchanged in all, "
-        f"{tally.total(depth, 'false_alarms'):,} false alarms; {seconds:.0f} s",
+        f"{tally.total(depth, 'false_alarms'):,} false alarms; {seconds:.0f} s. "
+        "Batches, P/D:",
+        "",
+        *tally.drawn_lines(depth),
         "",
     ]
 
@@ -205,6 +208,7 @@ def main() -> int:
                     "seconds": seconds,
                     "stopped": stopped,
                     "rows": tally.json(),
+                    "drawn": tally.drawn,
                 }
             )
         )

@@ -65,6 +65,14 @@ def run_batch(seed: int, number: int) -> Tally:
     kept = [cache.clone() for cache in d.caches]
     before: list[bytes] = []
     tally = Tally()
+    tally.draw(
+        DEPTH,
+        groups=" + ".join(g.family for g in groups),
+        TP=f"{p_split.tp}/{d_split.tp}",
+        PP=f"{p_split.pp}/{d_split.pp}",
+        block_size=f"{p_split.block_size}/{d_split.block_size}",
+        layout_of_D=d_split.layout,
+    )
     for round_ in range(ROUNDS + 1):
         for cache, copy in zip(d.caches, kept, strict=True):
             cache.copy_(copy)

@@ -111,6 +111,15 @@ def _late_words(random: Generator, block: Block) -> None:
         to[:] = source
 
 
+def _rotated_words(random: Generator, block: Block) -> None:
+    """A run of words, rotated: rows of a state read at other offsets."""
+    run = _run(random, block, 65)
+    kept = [word.copy() for word in run]
+    by = int(random.integers(1, len(run))) if len(run) > 1 else 0
+    for at, word in enumerate(run):
+        word[:] = kept[at - by]
+
+
 def _exchanged_words(random: Generator, block: Block) -> None:
     a, b = block.draw_words(random, 2)
     kept = a.copy()
@@ -188,6 +197,7 @@ DRAWN: dict[str, Damage] = {
     "2 to 32 words overwritten": _burst,
     "2 to 32 words zeroed": _zero_run,
     "words one place late": _late_words,
+    "a run of words rotated": _rotated_words,
     "two words exchanged": _exchanged_words,
     "two tokens of a head exchanged": _exchanged_tokens,
     "+d and -d in 2 words": _equal_sum,

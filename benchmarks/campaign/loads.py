@@ -134,6 +134,16 @@ class Pair:
         self.mode = str(self.random.choice(list(_MODES)))
         self.p, self.d = _draw_instances(self.random, self.mode)
         self.tally = Tally()
+        self.tally.draw(
+            DEPTH,
+            groups=_describe(self.d),
+            carrier=self.d.transport.connector,
+            on_failure=self.mode,
+            TP=f"{self.p.tp}/{self.d.tp}",
+            PP=f"{self.p.pp}/{self.d.pp}",
+            block_size=f"{self.p.block_size}/{self.d.block_size}",
+            async_scheduling=bool(self.d.steps_ahead),
+        )
         self.verdicts = keep_verdicts(self.d.scheduler.kv_checksum)
         self.plans: dict[str, _Plan] = {}
         self.payloads: list[bytes] = []
@@ -407,6 +417,15 @@ def _draw_instances(random: Generator, mode: str) -> tuple[Any, Any]:
         draw("kv_producer", sizes[0]),
         draw("kv_consumer", sizes[1], async_scheduling=ahead, **_MODES[mode]),
     )
+
+
+def _describe(instance: Any) -> str:
+    """The KV cache groups of an instance."""
+    groups = [type(spec).__name__ for spec in instance.specs]
+    if isinstance(instance, hybrid.Hybrid):
+        groups = groups if instance.tokens else []
+        groups.append(f"MambaSpec ({instance.family_name}, {instance.mode})")
+    return " + ".join(groups)
 
 
 def _target(d: Any) -> Target:

@@ -127,7 +127,8 @@ def strike(
         _overwrite_uncovered(worker, chunk, kind)
     else:
         if kind in RUN_KINDS:
-            most = 2 if kind == "swap_blocks" else int(random.integers(2, 6))
+            most = int(random.choice([2, 3, 5, len(chunks)]))
+            most = 2 if kind == "swap_blocks" else most
             hit = _run_of(chunks, at, most)
         everywhere = random.random() < 0.5
         _inflict(kind, workers if everywhere else [worker], hit, target, random)

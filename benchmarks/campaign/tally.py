@@ -66,6 +66,13 @@ class Tally:
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], Row] = {}
         self.examples: list[str] = []
+        self.drawn: dict[str, Counter[str]] = {}
+
+    def draw(self, depth: str, **properties: object) -> None:
+        """Count what a batch drew."""
+        for name, value in properties.items():
+            name = f"{depth}: {name.replace('_', ' ')}"
+            self.drawn.setdefault(name, Counter())[str(value)] += 1
 
     def row(self, depth: str, kind: str, expected: Iterable[str]) -> Row:
         return self.rows.setdefault((depth, kind), Row(tuple(expected)))
@@ -82,6 +89,8 @@ class Tally:
             mine.missed_by += row.missed_by
         for text in other.examples:
             self.example(text)
+        for name, values in other.drawn.items():
+            self.drawn.setdefault(name, Counter()).update(values)
 
     def total(self, depth: str, of: str) -> int:
         """Sum of a `Row` number over a depth: damaged, intact, or a property."""
@@ -107,6 +116,14 @@ class Tally:
                 "missed_by": dict(row.missed_by),
             }
             for (depth, kind), row in sorted(self.rows.items())
+        ]
+
+    def drawn_lines(self, depth: str) -> list[str]:
+        """How often each property was drawn at a depth."""
+        return [
+            f"- {name}: " + "; ".join(f"{v}: {n:,}" for v, n in sorted(values.items()))
+            for name, values in self.drawn.items()
+            if name.startswith(depth)
         ]
 
     def lines(self, depth: str, others: tuple[str, ...] = ()) -> list[str]:

@@ -36,6 +36,7 @@ class Hybrid(rig.Instance):
         **settings,
     ):
         self.mode, self.family, self.splits = mode, FAMILIES[family], splits
+        self.family_name = family
         self.scratch, self.tokens = scratch, tokens
         self.state_size = settings.get("block_size", 16) if mode == "align" else 2048
         self.states = {}
