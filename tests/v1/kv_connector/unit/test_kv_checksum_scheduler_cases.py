@@ -64,7 +64,8 @@ def test_a_worker_that_summed_other_blocks(model):
     def shifted(scheduled):
         for blocks in (scheduled.reqs_to_recv if scheduled else {}).values():
             start, ids = blocks.groups[0]
-            blocks = type(blocks)(blocks.num_tokens, {0: (start + 1, ids[1:])})
+            others = {0: (start + 1, ids[1:])}
+            blocks = type(blocks)(blocks.num_tokens, others, blocks.seq)
             scheduled.reqs_to_recv = {"r": blocks}
         bind(scheduled)
 

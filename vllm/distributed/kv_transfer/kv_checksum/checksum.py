@@ -82,8 +82,9 @@ class KVChecksumBlocks:
         num_tokens: tokens of the request that count; slots past them are left out.
         groups: per KV cache group id, the position of the first block in the
             request and the ids of that block and the following ones.
-        seq: number of the send; workers echo it so that sums of a step that was
-            rolled back are told from those of its repetition.
+        seq: number of the send or load; workers echo it so that sums of a step
+            that was rolled back are told from those of its repetition, and those
+            of a request that ended from those of the next one of its id.
         stored: a load whose blocks bring stored checksums back, which workers
             report beside their sums.
     """
@@ -141,7 +142,7 @@ class KVChecksumRecord:
             instance of equal TP size.
         fingerprints: per group id, the sum mod 2**64 of the hashes of its layers.
         num_tokens: per request id, the token count that the sums cover.
-        seqs: per request id, the number of the send (0 for a load).
+        seqs: per request id, the number of the send or load.
         received: per request id, the payload that the worker's connector received.
         stored: per request id and group id, the stored checksums that came with
             the loaded blocks: uint64, shape ``(positions,)``.

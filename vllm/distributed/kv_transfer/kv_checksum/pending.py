@@ -39,8 +39,13 @@ class Pending:
     records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
 
     def take(self, record: KVChecksumRecord) -> None:
-        """Keep a worker's record."""
-        self.records[record.pp_rank, record.tp_rank] = record
+        """Keep a worker's record, if it is of this send or load.
+
+        Records of a step that was rolled back, or of an earlier request of the
+        same id, have other numbers.
+        """
+        if record.seqs.get(self.req_id) == self.blocks.seq:
+            self.records[record.pp_rank, record.tp_rank] = record
 
     def check_reports(self, num_workers: int) -> None:
         """Check that every worker summed what it was asked to.
@@ -73,14 +78,19 @@ class Pending:
         """The workers' sums of one group, added up per replica key.
 
         Raises:
-            NotComparable: they are of other blocks.
+            NotComparable: they are of other blocks, or a worker that holds layers
+                of the group reports none.
         """
         start, ids = self.blocks.groups[group_id]
+        records = self.records.values()
         try:
-            parts = add_records(self.records.values(), self.req_id, group_id)
+            parts = add_records(records, self.req_id, group_id)
         except ValueError:
             raise NotComparable(Unverified.OTHER_BLOCKS) from None
-        if any(p.start != start or len(p.values) != len(ids) for p in parts.values()):
+        if any(
+            (group_id in r.fingerprints) != (group_id in r.checksums[self.req_id])
+            for r in records
+        ) or any(p.start != start or len(p.values) != len(ids) for p in parts.values()):
             raise NotComparable(Unverified.OTHER_BLOCKS)
         return parts
 

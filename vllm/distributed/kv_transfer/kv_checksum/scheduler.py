@@ -9,6 +9,7 @@ sums are compared with the payload (`verify`), or with checksums that came back 
 an offload tier (`StoredLoads`).
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, count
@@ -82,7 +83,8 @@ class KVChecksumScheduler:
             and len(groups) == 1
             and why_whole_blocks_differ(groups) is None
         )
-        self._seqs = count(1)
+        # Not from 1: no record of a scheduler before this one has such a number.
+        self._seqs = count(time.time_ns())
         self._scheduled = KVChecksumScheduled()
         self._sends: dict[str, Pending] = {}
         self._recvs: dict[str, PendingLoad] = {}
@@ -133,6 +135,7 @@ class KVChecksumScheduler:
             return
         req_id = request.request_id
         found = self._transferred(req_id, num_local_tokens, num_tokens)
+        found.blocks.seq = next(self._seqs)
         if carrier is KVChecksumCarrier.STORED:
             found.blocks.stored = True
             self._scheduled.reqs_to_load[req_id] = found.blocks
@@ -158,11 +161,17 @@ class KVChecksumScheduler:
         self._sends[req_id] = Pending(req_id, blocks, carrier)
 
     def after_schedule(self, output: Any, requests: dict[str, Any]) -> None:
-        """Find the prompts that this step finishes and fill in the step's request."""
+        """Find the prompts that this step finishes and fill in the step's request.
+
+        A request that was preempted while it decoded may resume behind its prompt, on
+        other blocks of the same prefix, with the KV of another computation.
+        """
+        starting = {r.req_id for r in output.scheduled_new_reqs}
         for req_id, scheduled in output.num_scheduled_tokens.items():
             request = requests[req_id]
             computed = request.num_computed_tokens
-            if computed - scheduled < request.num_prompt_tokens <= computed:
+            before = 0 if req_id in starting else computed - scheduled
+            if before < request.num_prompt_tokens <= computed:
                 self.add_send(request)
         output.kv_checksum_scheduled = self.build_checksum_meta()
 
@@ -182,12 +191,10 @@ class KVChecksumScheduler:
             if not record.skipped_groups.keys() <= self._skipped_groups.keys():
                 self._note_skipped(record)
             for req_id in record.checksums:
-                seq = record.seqs.get(req_id, 0)
-                pending: Pending | None = self._recvs.get(req_id)
-                if seq:
-                    pending = self._sends.get(req_id)
-                if pending is not None and pending.blocks.seq == seq:
-                    pending.take(record)
+                for table in (self._sends, self._recvs):
+                    pending = table.get(req_id)
+                    if pending is not None:
+                        pending.take(record)
             for req_id, data in record.received.items():
                 load = self._recvs.get(req_id)
                 if load is not None and load.received is None:

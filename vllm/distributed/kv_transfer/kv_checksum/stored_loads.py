@@ -140,14 +140,16 @@ def compare_stored(
     result = GroupVerdict(first=start)
     bad: np.ndarray = np.zeros(len(hashes), bool)
     for record in records:
-        if group_id not in record.fingerprints:
+        sums = record.checksums[req_id].get(group_id)
+        if sums is None and group_id not in record.fingerprints:
             if group_id in record.skipped_groups:
                 return GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
             continue  # no layers of the group on this worker
         stored = record.stored.get(req_id, {}).get(group_id)
         if stored is None:
             return GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
-        sums = record.checksums[req_id][group_id]
+        if sums is None or group_id not in record.fingerprints:
+            return GroupVerdict(unverified=Unverified.OTHER_BLOCKS)
         found = sums.values.sum(axis=1, dtype=np.uint64)
         if sums.start != start or not len(found) == len(stored) == len(hashes):
             return GroupVerdict(unverified=Unverified.OTHER_BLOCKS)

@@ -158,6 +158,7 @@ class KVChecksumWorker:
         )
         self._sends: dict[str, KVChecksumBlocks] = {}
         self._recvs: dict[str, KVChecksumBlocks] = {}
+        self._started: set[str] = set()
         self._equal_tp = frozenset(i for i, g in self.groups.items() if g.equal_tp)
         self._say_what_is_covered(kv_cache_config, tp_size)
 
@@ -205,11 +206,12 @@ class KVChecksumWorker:
 
     def bind(self, scheduled: KVChecksumScheduled | None) -> None:
         """Take over what the scheduler asks of this step. Once per step."""
-        self._sends = {}
+        self._sends, self._started = {}, set()
         if scheduled is not None:
             self._sends = scheduled.reqs_to_send
-            self._recvs.update(scheduled.reqs_to_recv)
-            self._recvs.update(scheduled.reqs_to_load)
+            started = {**scheduled.reqs_to_recv, **scheduled.reqs_to_load}
+            self._recvs.update(started)
+            self._started = {*started}
 
     def post_forward(
         self,
@@ -230,7 +232,8 @@ class KVChecksumWorker:
         """
         work: dict[str, KVChecksumBlocks] = {}
         if self._recvs:
-            for req_id in finished_req_ids:
+            # A load that starts in this step is that of a new request of the id.
+            for req_id in finished_req_ids - self._started:
                 self._recvs.pop(req_id, None)
             for req_id in finished_recving or ():
                 blocks = self._recvs.pop(req_id, None)
