@@ -51,7 +51,8 @@ class Load:
     """What is known of one load, whatever the checksums say.
 
     Attributes:
-        damaged: its KV is not what was sent, or stored.
+        damaged: its KV is not what was sent, or stored; `bad` says where: layer,
+            block and the bytes of the block's first token.
         payload: whose checksums it is compared with: "own", those of an "other"
             request, or of an "old" one of the same id.
         sent: the payload that went out for it.
@@ -62,6 +63,7 @@ class Load:
     """
 
     damaged: bool = False
+    bad: tuple | None = None
     payload: str = "own"
     sent: bytes | None = None
     excuses: set[str] = field(default_factory=set)
@@ -150,7 +152,8 @@ class Misreports:
 
     def _hold(self, records: list[list[KVChecksumRecord]]) -> None:
         if any(records) and self.faults.draw("late", 0.3):
-            _, ranks = self._scope(records)
+            name, ranks = self._scope(records)
+            self.faults.counts[f"late: {name}"] += 1
             at = self._step + self.rng.randint(1, 3)
             for rank in ranks:
                 for record in records[rank]:

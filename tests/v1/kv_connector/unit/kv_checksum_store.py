@@ -46,7 +46,10 @@ class MemoryStoreConnector(KVConnectorBase_V1):
         self.deaf = False
         self.dropped: list[tuple[str, dict]] = []
         self._loads: dict[str, BlockRun] = {}
-        self._requests: dict[str, tuple] = {}
+        self._requests: dict = {}
+
+    def bind_kv_cache_manager(self, kv_cache_manager):
+        self._kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         found = 0
@@ -58,7 +61,7 @@ class MemoryStoreConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         (ids,) = blocks.get_block_ids()
-        self._requests[request.request_id] = (request, ids)
+        self._requests[request.request_id] = request
         if num_external_tokens:
             size = self.block_size
             start = (len(ids) * size - num_external_tokens) // size
@@ -71,7 +74,8 @@ class MemoryStoreConnector(KVConnectorBase_V1):
         meta = Metadata(loads=self._loads)
         self._loads = {}
         for req_id, number in scheduler_output.num_scheduled_tokens.items():
-            request, ids = self._requests[req_id]
+            request = self._requests[req_id]
+            (ids,) = self._kv_cache_manager.get_block_ids(req_id)
             done = request.num_computed_tokens + number
             full = min(done, request.num_prompt_tokens) // self.block_size
             if full:

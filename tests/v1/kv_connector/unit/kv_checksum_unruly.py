@@ -38,6 +38,8 @@ class Unruly:
         self.before_update = lambda: None
         self.due: list[dict[str, int]] = [{} for _ in self.workers]
         self.number = 0
+        # Less than many prompts: they come in chunks.
+        self.scheduler.max_num_scheduled_tokens = 112
         self.misreports = Misreports(
             faults, self.excuse, self.awaited, self.note_repeated
         )
@@ -163,6 +165,7 @@ class Unruly:
         ]
 
     def _forward(self, request, rows, first, last) -> None:
+        self._check_not_run_on(request, rows, first)
         ids = list(request.all_token_ids)
         ids += [7] * (last - len(ids))  # sampled by a step that was dropped
         at = torch.arange(first, last)
@@ -173,6 +176,19 @@ class Unruly:
             place = blocks[live], slice(None), at[live] % self.block_size
             for n in numbers:
                 self.kv[n][place] = rig.token_kv(n, at[live], tokens[live])
+
+    def _check_not_run_on(self, request, rows, first) -> None:
+        """Fail-closed, no request runs on what its load damaged."""
+        load = self.loads_now.get(request.request_id)
+        if load is None or load.bad is None or load.verdict is None:
+            return
+        layer, block, cells = load.bad
+        used = list(rows[0][: first // self.block_size + 1])
+        if self.scheduler.kv_checksum.fail_closed and block in used:
+            at = used.index(block)
+            if at * self.block_size < first:
+                now = self.kv[layer].view(torch.uint8)[block, :, 0]
+                assert not torch.equal(now, cells), f"runs on damaged KV: {load}"
 
     def _count_stale(self, output, reports) -> None:
         counts, awaited = self.faults.counts, self.awaited()
@@ -246,24 +262,24 @@ class Unruly:
         )
         return report
 
-    def damage_blocks(self, block_ids: list[int]) -> bool:
-        """Perhaps damage KV in one of these blocks; whether bytes that count changed."""
+    def damage_blocks(self, load: Load, block_ids: list[int]) -> None:
+        """Perhaps damage KV of a load in one of its blocks."""
         if not block_ids or self.rng.random() > 0.25:
-            return False
-        block = self.rng.choice(block_ids)
-        cells = self.kv[self.rng.choice(self.layers[0])].view(torch.uint8)[block]
+            return
+        layer, block = self.rng.choice(self.layers[0]), self.rng.choice(block_ids)
+        cells = self.kv[layer].view(torch.uint8)[block]
         before = cells[:, 0].clone()  # a block's first token always counts
         how = self.rng.choice(["bit", "token", "zeros"])
         if how == "bit":
-            head = self.rng.randrange(cells.shape[0])
-            cells[head, 0, self.rng.randrange(cells.shape[2])] ^= (
-                1 << self.rng.randrange(8)
-            )
+            head, at = self.rng.randrange(cells.shape[0]), self.rng.randrange(32)
+            cells[head, 0, at] ^= 1 << self.rng.randrange(8)
         elif how == "token":
             cells[:, 0] = cells[:, 1].clone()
         else:
             cells[:] = 0
-        return not torch.equal(before, cells[:, 0])
+        load.damaged = not torch.equal(before, cells[:, 0])
+        if load.damaged:
+            load.bad = layer, block, cells[:, 0].clone()
 
 
 def _may_preempt(request) -> bool:
@@ -320,7 +336,7 @@ class UnrulyInstance(Unruly, rig.Instance):
             return False
         their_id, their_blocks = remote
         copy_tokens(self, producer, req_id, local, their_id, their_blocks)
-        self.loads_now[req_id].damaged = self.damage_blocks(local[0])
+        self.damage_blocks(self.loads_now[req_id], local[0])
         self.transport.carry_payload(self, producer, req_id)
         producer.transport.sent.add(their_id)
         return True
@@ -382,7 +398,7 @@ class UnrulyStore(Unruly, store.StoringInstance):
                 load.failed = {0}  # dropped since the load was planned
                 return
             self.load_block(block_id, store.STORE[block_hash])
-        load.damaged = self.damage_blocks(run.block_ids)
+        self.damage_blocks(load, run.block_ids)
         if self.faults.draw("payload", 0.3):
             at = self.rng.randrange(len(run.block_ids))
             block_hash, value = self.rng.choice(list(store.STORE.items()))
