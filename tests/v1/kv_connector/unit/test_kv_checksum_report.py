@@ -9,8 +9,8 @@ from kv_checksum_instances import RequestStatus, pair
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, enable, report
-from vllm.distributed.kv_transfer.kv_checksum import scheduler as scheduler_module
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
+from vllm.distributed.kv_transfer.kv_checksum.pending import PendingLoad
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Difference,
     GroupVerdict,
@@ -86,8 +86,8 @@ def test_a_storm_is_counted_whole_and_shown_in_part(model, log, monkeypatch):
         now[0] = float(step)
         ids = {f"{step}-{n}" for n in range(100)}
         for req_id in ids:
-            kv_checksum._recvs[req_id] = scheduler_module._PendingLoad(
-                KVChecksumBlocks(1, {}), KVChecksumCarrier.CONNECTOR
+            kv_checksum._recvs[req_id] = PendingLoad(
+                req_id, KVChecksumBlocks(1, {}), KVChecksumCarrier.CONNECTOR
             )
         output = KVConnectorOutput(finished_recving=ids)
         kv_checksum.collect(output)
