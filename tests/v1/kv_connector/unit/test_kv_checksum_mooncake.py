@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import kv_checksum_instances as rig
 import msgspec
 import pytest
+from kv_checksum_receivers import MooncakeReceiver, pull
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
@@ -16,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     MooncakeConnectorWorker,
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
-    PullReqMeta,
     SendBlockMeta,
 )
 
@@ -64,35 +64,8 @@ def test_both_versions_read_each_others_responses():
     assert b"kv_checksums" not in nothing
 
 
-class Receiver:
-    """The real receiving function on the state it needs, without an engine."""
-
-    process_pulling_result = MooncakeConnectorWorker.process_pulling_result
-
-    def __init__(self):
-        self.kv_checksums = MooncakeChecksums()
-        self.seen_when_finished: list[dict[str, bytes]] = []
-        # vLLM 0.32.0 adds to this set itself.
-        self.finished_recving_reqs = SimpleNamespace(add=self._complete_pull_task)
-
-    def take(self) -> dict[str, bytes]:
-        results = KVConnectorTransferResults()
-        self.kv_checksums.finish(results)
-        return results.kv_checksums
-
-    def _complete_pull_task(self, pull_meta):
-        # What the engine's thread would find the moment a load is marked finished.
-        self.seen_when_finished.append(self.take())
-
-
-def pull(*req_ids):
-    return {
-        r: PullReqMeta(r, "t", [[1]], "p", "addr", pull_tasks_count=1) for r in req_ids
-    }
-
-
 def test_a_payload_is_queued_before_its_load_is_marked_finished():
-    receiver = Receiver()
+    receiver = MooncakeReceiver()
     receiver.process_pulling_result(
         response({"a": b"1", "b": b"2"}, ["a"]), pull("a", "b")
     )
@@ -104,7 +77,7 @@ def test_a_payload_is_queued_before_its_load_is_marked_finished():
     reason="vLLM 0.32.0 itself fails on an answer for a request not asked for",
 )
 def test_payloads_of_others_and_failures_are_left():
-    receiver = Receiver()
+    receiver = MooncakeReceiver()
     pulled = pull("a")
     receiver.process_pulling_result(response({"x": b"1"}, ["x", "a"]), pulled)
     assert pulled == {} and receiver.seen_when_finished == [{}]

@@ -88,6 +88,9 @@ BAD = {
     "8 MB, well-formed": msgspec.msgpack.encode(
         (1, (2**24, 1, {0: (1, 16, 0, bytes(8 * 2**20))}))
     ),
+    "many groups": msgspec.msgpack.encode(
+        (1, (1, 1, {2**20 + g: (1, 1, 0, b"") for g in range(300_000)}))
+    ),
     "promises 4 GB": b"\x92\x01\xdd\xff\xff\xff\xff",
 }
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL push: the two forms of a completion notif, and what a worker holds for them."""
 
-import queue
-from collections import Counter
 from types import SimpleNamespace
 
 import kv_checksum_instances as rig
 import msgspec
 import pytest
+from kv_checksum_receivers import PushConsumer
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
     compute_nixl_compatibility_hash,
@@ -102,36 +101,10 @@ def test_a_send_that_ended_or_expired_carries_nothing_more():
     assert producer._outgoing == {"other": b"sums"}
 
 
-class Consumer:
-    """vLLM's own reading of notifs on the state it needs, without an agent."""
-
-    _get_new_notifs = NixlPushConnectorWorker._get_new_notifs
-    _handle_heartbeat = print
-
-    def __init__(self, awaited, world_size=1):
-        self.kv_checksums = nixl_push.NixlPushChecksums()
-        self.world_size = world_size
-        self._pending_completion_notifs = queue.Queue()
-        self._recving_metadata = {r: SimpleNamespace(pp_size=1) for r in awaited}
-        self._recving_transfers = {}
-        self.consumer_notification_counts_by_req = Counter()
-        self.xfer_stats = SimpleNamespace(record_notification_after_expiry=list)
-        # vLLM 0.32.0 also asks whether the notif is for a producer.
-        self.transfer_topo = SimpleNamespace()
-        self._reqs_to_send, self._reqs_to_process = {}, set()
-
-    def get(self, *notifs) -> list[str]:
-        """Loads that are complete once these notifs are read."""
-        for notif in notifs:
-            self._pending_completion_notifs.put(notif)
-        self._get_new_notifs()
-        return sorted(self._recving_transfers)
-
-
 @pytest.mark.parametrize("long", [(1, 1), (1, 0), (0, 1), (0, 0)])
 def test_both_forms_take_the_same_completion_accounting(long):
     """Two producer ranks, each with or without a payload: complete after two."""
-    consumer = Consumer(["r"])
+    consumer = PushConsumer(["r"])
     for i, with_payload in enumerate(long):
         notif = b"r:2"
         if with_payload:
@@ -142,7 +115,7 @@ def test_both_forms_take_the_same_completion_accounting(long):
 
 
 def test_bad_and_unknown_notifs_complete_nothing():
-    consumer = Consumer(["r"])
+    consumer = PushConsumer(["r"])
     unknown = nixl_push.add_payload(b"expired:1", b"sums")
     assert consumer.get(*BAD.values(), unknown) == []
     assert finish(consumer.kv_checksums) == {}

@@ -10,7 +10,7 @@ whether checksums are stored.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from vllm.logger import init_logger
@@ -34,7 +34,8 @@ _OK, _ERROR = b"\x01", b"\x00"
 _OBJECT_NOT_FOUND = -704
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(dict[int, list[bytes]])
+_Index = Annotated[int, msgspec.Meta(ge=0)]
+_decoder = msgspec.msgpack.Decoder(dict[_Index, list[bytes]])
 
 
 def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
@@ -121,13 +122,14 @@ class MooncakeStoreChecksums:
                 for block_hash in hashes
             ]
             results = self._worker.store.batch_remove(keys, force=True)
+            statuses = list(zip(keys, results, strict=True))
         except Exception as error:
             # Whatever it is, the channel must answer, or lookups hang.
             logger.error("KV checksum failures were not removed: %s", error)
             return _ERROR
         failed = [
             (key, status)
-            for key, status in zip(keys, results, strict=True)
+            for key, status in statuses
             if status not in (0, _OBJECT_NOT_FOUND)
         ]
         if failed:

@@ -10,7 +10,7 @@ import base64
 import binascii
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -44,8 +44,17 @@ class KVChecksumCarrier(Enum):
         None for a request that is neither, and for a load of a prefill instance
         (``do_remote_decode`` set on a load).
         """
-        params = request.kv_transfer_params or {}
+        params = transfer_params(request)
         return None if bool(params.get("do_remote_decode")) == receiving else self
+
+
+def transfer_params(request: Any) -> dict[str, Any]:
+    """A request's ``kv_transfer_params``; empty if they are no mapping.
+
+    Clients can send anything there (``vllm_xargs``), and not every connector looks.
+    """
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
 
 
 class PayloadVersionError(ValueError):
@@ -88,7 +97,7 @@ class _WireGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class _WireBody(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     num_tokens: int
     tp_size: int
-    groups: dict[int, _WireGroup]
+    groups: Annotated[dict[int, _WireGroup], msgspec.Meta(max_length=_MAX_GROUPS)]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -126,8 +135,6 @@ def decode(data: bytes) -> KVChecksumPayload:
         raise ValueError(f"malformed payload: {error}") from None
     if not (0 < wire.num_tokens < 2**40 and 0 < wire.tp_size < 2**20):
         raise ValueError("payload has an impossible number of tokens or ranks")
-    if len(wire.groups) > _MAX_GROUPS:
-        raise ValueError("payload has too many groups")
     return KVChecksumPayload(
         wire.num_tokens,
         wire.tp_size,

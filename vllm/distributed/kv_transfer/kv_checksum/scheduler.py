@@ -146,7 +146,7 @@ class KVChecksumScheduler:
             found.blocks,
             carrier,
             unaligned=found.unaligned,
-            params=request.kv_transfer_params or {},
+            params=wire.transfer_params(request),
         )
 
     def add_send(self, request: Any) -> None:

@@ -205,7 +205,9 @@ def compare_group(
     differs = found != expected
     bad = np.flatnonzero(differs.any(axis=0))
     last = -(-our_tokens // ours.block_size)
-    positions = ((low + bad)[:, None] * ratio + np.arange(ratio)).ravel()
+    # A chunk may be far longer than the request: the producer names its block size.
+    in_chunk = np.arange(min(ratio, last))
+    positions = ((low + bad)[:, None] * ratio + in_chunk).ravel()
     samples = [
         Difference(
             int(low + at) * ratio,
@@ -230,17 +232,16 @@ def _chunks(
     Blocks are in the last axis of `values`.
 
     A chunk is kept only if every block of it that holds tokens is in `values`;
-    blocks past the last token count as zero.
+    blocks past the last token count as zero. Memory is bounded by `values`.
     """
     ratio = large // block_size
     if ratio == 1:
         return start, values
     first = -(-start // ratio)
     values = values[..., first * ratio - start :]
-    *others, number = values.shape
+    number = values.shape[-1]
+    whole = number // ratio
     if first * ratio + number >= -(-num_tokens // block_size):
-        padding = np.zeros((*others, -number % ratio), np.uint64)
-        values = np.concatenate([values, padding], axis=-1)
-    whole = values.shape[-1] // ratio
-    chunks = values[..., : whole * ratio].reshape(*others, whole, ratio)
-    return first, chunks.sum(axis=-1, dtype=np.uint64)
+        whole = -(-number // ratio)
+    values = values[..., : whole * ratio]
+    return first, np.add.reduceat(values, np.arange(whole) * ratio, axis=-1)
