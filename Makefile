@@ -4,9 +4,10 @@ BIN := $(VENV)/bin
 CONNECTOR ?= nixl_pull
 BASE ?= 0.32.0
 N ?= 1000000
+MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base lint bench campaign demo clean
+.PHONY: help env unit test test-slow test-base lint bench campaign fuzz demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
@@ -17,6 +18,7 @@ help:
 	@echo "make test-base  the unit tests on another supported vLLM (BASE=0.32.0)"
 	@echo "make bench  what the checks cost: summing KV, and the code on the host"
 	@echo "make campaign  a million damaged blocks, and the table of outcomes (N=blocks)"
+	@echo "make fuzz   fuzz what clients and peers can send (MINUTES=30, one core)"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
 	@echo "make clean  remove $(VENV) and .rig"
@@ -43,6 +45,9 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
 	$(BIN)/mypy benchmarks/fault_campaign.py benchmarks/campaign
+
+fuzz: env
+	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
 
 bench: env
 	$(BIN)/python benchmarks/kernels/benchmark_kv_checksum.py

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The corpus and every input that once broke something, with the fuzzer's oracle."""
+
+import pytest
+
+from fuzz.base import check, quiet
+from fuzz.targets import CORPUS, CRASHES, TARGETS
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request):
+    return TARGETS[request.param]()
+
+
+def kept(target) -> dict[str, bytes]:
+    folders = CORPUS / target.name, CRASHES / target.name
+    files = [path for folder in folders for path in sorted(folder.glob("*"))]
+    found = {f"{path.parent.parent.name}/{path.name}": path for path in files}
+    return {name: path.read_bytes() for name, path in found.items()}
+
+
+def test_every_kept_input(target):
+    inputs = kept(target) | target.long_seeds()
+    assert inputs
+    for name, data in inputs.items():
+        with quiet() as lines:
+            try:
+                check(target, data, lines, memory=False)
+                check(target, data, lines, memory=True)
+            except Exception as error:
+                error.add_note(f"input {name}")
+                raise
+
+
+def test_the_corpus_holds_what_the_encoders_say_now(target):
+    on_disk = kept(target)
+    for name, data in target.seeds().items():
+        assert on_disk.get(f"corpus/{name}") == data, f"{name}: run make_corpus.py"
+
+
+def test_the_corpus_is_small():
+    files = [path for path in CORPUS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 200_000
