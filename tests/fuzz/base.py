@@ -65,12 +65,13 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest = 0
+        self.longest, self.plain = 0, True
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if "kv_checksum" in record.name:
             self.longest = max(self.longest, len(text))
+            self.plain = self.plain and text.isprintable()
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def check(
     Args:
         memory: measure memory too, which makes it several times slower.
     """
-    lines.longest = 0
+    lines.longest, lines.plain = 0, True
     if memory:
         tracemalloc.start()
     began = time.thread_time()
@@ -108,4 +109,5 @@ def check(
     limit = target.memory + target.memory_per_byte * len(data)
     assert peak <= limit, f"{peak} bytes of memory"
     assert lines.longest < MAX_LINE, f"a line of {lines.longest} characters"
+    assert lines.plain, "a line that is not one line of text"
     return outcome, spent

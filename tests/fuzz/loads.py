@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.report import Reporter
-from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
+from vllm.distributed.kv_transfer.kv_checksum.verdict import GroupVerdict, LoadVerdict
 
 UNIT = 8  # tokens; all block sizes here are multiples
 TOKENS, LONG = 100, 131_072
@@ -166,6 +166,10 @@ class Load:
         self.starts = self._starts()
         self.records = [self._record(rank) for rank in range(case.tp_size)]
 
+    def size(self, group_id: int) -> int:
+        """Tokens that one block of a group counts for."""
+        return 1 if group_id == STATE else self.case.block_size
+
     def _starts(self) -> dict[int, int]:
         found = self.scheduler._transferred(
             "r", self.case.first_token, self.case.num_tokens
@@ -235,31 +239,31 @@ class Load:
 
 def assert_right(load: Load, verdict: LoadVerdict, data: bytes) -> None:
     """What a verdict claims about a payload is true."""
-    case = load.case
+    case, starts = load.case, load.starts
+    if not verdict.num_compared:
+        assert verdict.outcome == "unverified"
+        return
+    version, (num_tokens, tp_size, groups) = msgspec.msgpack.decode(data)
+    assert version == 1
     for group_id, group in verdict.groups.items():
+        assert group.compared or not group.positions
         if group.compared:
-            last = len(load.sums[group_id])
-            assert load.starts[group_id] <= group.first
-            assert group.first + group.compared <= last
-            assert all(0 <= p - group.first < group.compared for p in group.positions)
+            assert groups[group_id][0] == FINGERPRINTS[group_id]
+            assert starts[group_id] <= group.first
+            _assert_compared(load, group_id, groups[group_id], num_tokens, group)
     kept = load.scheduler._kept_tokens(_pending(load), verdict)
-    if verdict.outcome != "verified" and not kept:
-        return
-    _, (num_tokens, tp_size, groups) = msgspec.msgpack.decode(data, strict=True)
     if kept:
-        first, stop = verdict.groups[FULL].first, kept // case.block_size
-        assert first <= load.starts[FULL] and case.groups == (FULL,)
-        if stop > first:
-            _assert_sums(load, FULL, groups[FULL], num_tokens, first, stop)
-        return
-    left_out = {STATE} if tp_size != case.tp_size else set()
-    assert set(verdict.groups) == set(case.groups) - left_out
-    for group_id, group in verdict.groups.items():
-        assert group.compared and not group.positions
-        fingerprint, *_ = groups[group_id]
-        assert fingerprint == FINGERPRINTS[group_id]
-        stop = group.first + group.compared
-        _assert_sums(load, group_id, groups[group_id], num_tokens, group.first, stop)
+        (bad,) = verdict.groups.values()
+        assert bad.first <= starts[FULL] and kept == bad.positions[0] * case.block_size
+    if verdict.outcome == "verified":
+        assert num_tokens >= case.num_tokens, "a token without a checksum"
+        left_out = {STATE} if tp_size != case.tp_size else set()
+        assert set(verdict.groups) == set(case.groups) - left_out
+        for group_id, group in verdict.groups.items():
+            assert group.compared
+            # Otherwise the load's first blocks were left out without a word.
+            large = max(load.size(group_id), groups[group_id][1])
+            assert starts[group_id] * load.size(group_id) % large == 0
 
 
 def _pending(load: Load) -> Any:
@@ -267,22 +271,28 @@ def _pending(load: Load) -> Any:
     return SimpleNamespace(blocks=SimpleNamespace(groups=blocks))
 
 
-def _assert_sums(
-    load: Load, group_id: int, theirs: Any, their_tokens: int, first: int, stop: int
+def _assert_compared(
+    load: Load, group_id: int, theirs: Any, their_tokens: int, group: GroupVerdict
 ) -> None:
-    """P's values of D's blocks ``[first, stop)`` add up to what they should."""
+    """Every block was compared with P's values for its tokens, and rightly judged."""
     _, their_size, their_start, data = theirs
-    size = 1 if group_id == STATE else load.case.block_size
+    values, size = np.frombuffer(data, "<u8"), load.size(group_id)
     tokens = 1 if group_id == STATE else load.case.num_tokens
-    large = max(size, their_size)
-    assert not (large % size or large % their_size or first * size % large)
-    values = np.frombuffer(data, "<u8")
-    for begin in range(first * size, stop * size, large):
+    large, bad = max(size, their_size), set(group.positions)
+    assert not (large % size or large % their_size or group.first * size % large)
+    stop = group.first + group.compared
+    assert stop <= len(load.sums[group_id])
+    for begin in range(group.first * size, stop * size, large):
         end = min(begin + large, tokens)
-        if end < begin + large and group_id != STATE:
+        if end < begin + large:
             assert their_tokens == tokens, "tokens of the last block differ"
         low = begin // their_size - their_start
         high = -(-end // their_size) - their_start
         assert 0 <= low < high <= len(values), "a block without a value was compared"
-        ours = load.sums[group_id][begin // size : -(-end // size)]
-        assert sum(values[low:high].tolist()) & MASK == sum(ours.tolist()) & MASK
+        first, last = begin // size, -(-end // size)
+        ours = load.sums[group_id][first:last]
+        equal = not (sum(values[low:high].tolist()) - sum(ours.tolist())) & MASK
+        told = bad.intersection(range(first, last))
+        assert len(told) == (0 if equal else last - first)
+        bad -= told
+    assert not bad

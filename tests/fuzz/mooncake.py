@@ -142,6 +142,7 @@ class Responses(Target):
             "stock": encode(MooncakeXferResponse(finish, ["r", "s"])),
             "continue": encode(tree | {"status": 1, "ok_reqs": ["r"]}),
             "ok-and-failed": encode(tree | {"err_reqs": ["r"]}),
+            "one-payload": encode(tree | {"kv_checksums": {"r": b"sums of r"}}),
             "ok-twice": encode(tree | {"ok_reqs": ["r"] * 50}),
             "none-ok": encode({k: v for k, v in tree.items() if k != "ok_reqs"}),
             "of-others": encode(tree | {"ok_reqs": ["x"], "kv_checksums": {"x": b""}}),

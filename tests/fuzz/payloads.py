@@ -23,6 +23,7 @@ from .loads import (
     WINDOW,
     Load,
     assert_right,
+    block_sums,
     right_payload,
 )
 
@@ -115,6 +116,7 @@ class Payloads(Target):
             "one-group": RIGHT[CASES[0]],
             "hybrid": RIGHT[CASES[4]],
             "other-version": encode((9, 9)),
+            "other-version-right-body": b"\x92\x02" + RIGHT[CASES[0]][2:],
             "empty": b"",
             "nested": b"\x92\x01" + b"\x91" * 3000,
             "promises-4-GB": b"\x92\x01\xdd\xff\xff\xff\xff",
@@ -148,6 +150,10 @@ def _twice() -> bytes:
     return data.replace(b"\x81\x00", b"\x82\x00", 1) + group
 
 
+def _sums(block_size: int) -> bytes:
+    return block_sums(FULL, block_size, TOKENS).tobytes()
+
+
 def _set(at: int, value: Any) -> Any:
     def change(fields: list[Any], group: list[Any]) -> Any:
         group[at] = value(group[at]) if callable(value) else value
@@ -179,9 +185,13 @@ CHANGES = {
     "block-size-2-31": lambda f, g: [2**39, 1, {FULL: [g[0], 2**31, 0, g[3]]}],
     "block-size-24": lambda f, g: [100, 1, {FULL: [g[0], 24, 0, g[3][:40]]}],
     "block-size-32": lambda f, g: [100, 1, {FULL: [g[0], 32, 0, g[3][:32]]}],
+    "block-size-32-right": lambda f, g: [100, 1, {FULL: [g[0], 32, 0, _sums(32)]}],
+    "block-size-8-right": lambda f, g: [100, 1, {FULL: [g[0], 8, 0, _sums(8)]}],
+    "block-size-8-cut": lambda f, g: [100, 1, {FULL: [g[0], 8, 0, _sums(8)[:-16]]}],
     "block-size-1": lambda f, g: [100, 1, {FULL: [g[0], 1, 0, g[3]]}],
     "block-size-2-30": lambda f, g: [100, 1, {FULL: [g[0], 2**30, 0, g[3][:8]]}],
     "start-negative": _set(2, -1),
+    "start-too-late": _set(2, 1),
     "start-2-40": lambda f, g: [2**40 - 1, 1, {FULL: [g[0], 1, 2**40, b""]}],
     "start-1": lambda f, g: [100, 1, {FULL: [g[0], 16, 1, g[3][8:]]}],
     "start-1-of-32": lambda f, g: [100, 1, {FULL: [g[0], 32, 1, g[3][:24]]}],
@@ -224,7 +234,7 @@ class Params(Payloads):
         except ValueError:
             data = None
         else:
-            data = base64.b64decode(text)
+            data = base64.b64decode(text, validate=True)
             assert (
                 wire.encode_text(wire.decode_text(text))
                 == base64.b64encode(wire.encode(wire.decode(data))).decode()
@@ -241,13 +251,19 @@ class Params(Payloads):
             "do_remote_prefill": True,
             "do_remote_decode": False,
         }
+        load = {"do_remote_decode": False}
         key = KV_TRANSFER_PARAMS_KEY
         values: dict[str, Any] = {
             "right": {**other, key: right},
             "hybrid": {**other, key: wire.encode_text(right_payload(TOKENS, HYBRID))},
-            "bad-fields": {key: "x", **{name: [{}] for name in other}},
+            "bad-fields": {**dict.fromkeys(other, [{}]), **load, key: "x"},
             "mooncake": {"remote_bootstrap_addr": "u", "transfer_id": "t", key: 5},
-            "long-fields": {name: "\u0007" + "x" * 900 for name in other},
+            "long-fields": {**dict.fromkeys(other, "\u0007\n" + "x" * 900), **load},
+            "long-fields-mismatch": {
+                **dict.fromkeys(other, "\u0007\n" + "x" * 900),
+                **load,
+                key: base64.b64encode(RIGHT[CASES[0]][:-1] + b"x").decode(),
+            },
             "do-remote-decode": {**other, "do_remote_decode": True, key: right},
             "no-payload": other,
             **{f"json-{i}": v for i, v in enumerate((None, 7, "x", [], {}, [1], True))},
