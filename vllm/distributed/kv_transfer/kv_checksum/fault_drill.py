@@ -49,6 +49,7 @@ from .fault_damage import (
     damage_payload,
     inflict,
 )
+from .payload import transfer_params
 from .scheduler import KV_TRANSFER_PARAMS_KEY
 from .worker import _token_order
 
@@ -261,7 +262,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             self._new_orders[request.request_id] = _Order(
                 fault, loaded.num_tokens, groups, others
             )
-        params = request.kv_transfer_params or {}
+        params = transfer_params(request)
         text = params.get(KV_TRANSFER_PARAMS_KEY)
         if text is not None:
             self._damage_text(request.request_id, fault, params, text)
