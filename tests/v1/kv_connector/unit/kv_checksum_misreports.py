@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumOutput,
     KVChecksumRecord,
@@ -44,6 +46,10 @@ class Faults:
         if self.calm or kind not in self.active:
             return False
         return self.rng.random() < chance / len(self.active) ** 0.5
+
+    def draw_any(self, **chances: float) -> bool:
+        """As `draw`, for what several kinds bring about."""
+        return any([self.draw(kind, chance) for kind, chance in chances.items()])
 
 
 @dataclass
@@ -189,37 +195,44 @@ class Misreports:
                 mine.insert(self.rng.randint(0, len(mine)), record)
 
     def _old_record(self) -> KVChecksumRecord:
-        """Rather one that names a request that is awaited."""
-        pending = self.pending().keys()
-        apt = [r for r in self.old if pending & _request_ids(r)]
-        return self.rng.choice(apt or self.old)
+        """Rather one of an earlier send or load of an id that is awaited."""
+        pending = self.pending()
+        named = [r for r in self.old if pending.keys() & _request_ids(r)]
+        other = [
+            r for r in named if any(pending.get(i, n) != n for i, n in r.seqs.items())
+        ]
+        return self.rng.choice(other or named or self.old)
 
     def _garble(self, record: KVChecksumRecord) -> None:
-        """Something that identifies or completes one request's sums is lost."""
+        """One request's sums are of something else, and say so, or are incomplete."""
         if not record.checksums:
             return
         req_id = self.rng.choice(sorted(record.checksums))
         groups = record.checksums[req_id]
-        how = self.rng.choice(
-            ["number", "tokens", "request", "group", "blocks", "layers"]
-        )
-        self.excuse([req_id], "garble")
+        how = self.rng.choice(list(_GARBLED if groups else ["request"]))
+        # All requests of the record share its layers.
+        self.excuse(record.checksums if how == "layers" else [req_id], "garble")
+        self.faults.counts[f"garble: {how}"] += 1
+        if how in ("number", "tokens"):
+            for part in groups.values():
+                part.values[-1] += np.uint64(1)
         if how == "number":
             record.seqs[req_id] += self.rng.choice([-1, 1, 1000])
         elif how == "tokens":
             record.num_tokens[req_id] += 1
-        elif how == "request" or not groups:
+        elif how == "request":
             del record.checksums[req_id]
         elif how == "group":
             del groups[self.rng.choice(sorted(groups))]
         elif how == "layers":
-            # All requests of the record share these.
-            self.excuse(record.checksums, "garble")
             del record.fingerprints[self.rng.choice(sorted(groups))]
         else:
             part = groups[self.rng.choice(sorted(groups))]
-            part.start, part.values = part.start + 1, part.values[1:]
-        self.faults.counts[f"garble: {how}"] += 1
+            part.start += 1
+            part.values = part.values[self.rng.randint(0, 1) :] ^ np.uint64(1)
+
+
+_GARBLED = ("blocks", "group", "layers", "number", "request", "tokens")
 
 
 def _request_ids(record: KVChecksumRecord) -> set[str]:

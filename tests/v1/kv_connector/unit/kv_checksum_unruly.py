@@ -119,8 +119,9 @@ class Unruly:
         """As `reset_prefix_cache(reset_running_requests=True)` does, of one request."""
         scheduler = self.scheduler
         running = [r for r in scheduler.running if _may_preempt(r)]
-        kind = "preempt" if "preempt" in self.faults.active else "stale"
-        if not running or not self.faults.draw(kind, 0.4):
+        if not running or not self.faults.draw_any(
+            preempt=0.4, stale=0.4, duplicate=0.1
+        ):
             return
         request = self.rng.choice(running)
         scheduler.running.remove(request)

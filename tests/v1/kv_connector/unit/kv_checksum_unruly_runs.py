@@ -129,7 +129,7 @@ class Run:
         assert status == expected, (status, transfer, self.mode)
 
     def draw_abort(self) -> bool:
-        return self.faults.draw("abort", 0.15) or self.faults.draw("stale", 0.05)
+        return self.faults.draw_any(abort=0.15, stale=0.05, duplicate=0.1)
 
     def abort(self, instance, request, where: str) -> None:
         scheduler = instance.scheduler
