@@ -20,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumScheduled
+
 _MAX_PREEMPTIONS = 5
 
 
@@ -151,7 +153,10 @@ class Unruly:
         per_worker = [self.runner_output(output, report) for report in reports]
         result = self.aggregator.aggregate(per_worker)
         self.before_update()
-        return self.finish_step(output, result)
+        outputs = self.finish_step(output, result)
+        finished = result.kv_connector_output.finished_recving or set()
+        assert not finished & self.scheduler.kv_checksum._recvs.keys(), "kept"
+        return outputs
 
     def in_flight(self) -> set[str]:
         """Requests of steps whose output has not arrived."""
@@ -261,6 +266,10 @@ class Unruly:
             output.finished_req_ids,
             received=results.kv_checksums,
         )
+        scheduled = output.kv_checksum_scheduled or KVChecksumScheduled()
+        starting = {*scheduled.reqs_to_recv, *scheduled.reqs_to_load}
+        ended = output.finished_req_ids - starting
+        assert not (finished | ended) & worker._recvs.keys(), "kept by a worker"
         return report
 
     def damage_blocks(self, load: Load, block_ids: list[int]) -> None:

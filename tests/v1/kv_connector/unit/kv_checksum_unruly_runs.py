@@ -142,6 +142,7 @@ class Run:
             stage = "waiting" if request.num_computed_tokens == 0 else "between steps"
         self.faults.counts[f"abort: {where}, {stage}"] += 1
         scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        assert request.request_id not in instance.awaited(), "kept"
 
     @staticmethod
     def left(instance) -> dict:
