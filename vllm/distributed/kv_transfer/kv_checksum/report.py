@@ -51,7 +51,7 @@ class Reporter:
             source: where it came from.
             action: what is done about it.
         """
-        req_id = _short(req_id, _MAX_ID_CHARS)
+        req_id = request_name(req_id)
         if verdict.mismatched:
             if self._may_show():
                 logger.error(
@@ -115,6 +115,11 @@ def client_error(verdict: LoadVerdict) -> str:
         "KV checksums not verified: the KV cache loaded for this request could not be "
         f"checked ({verdict.reason.value})"
     )
+
+
+def request_name(req_id: str) -> str:
+    """A request's id for the log; clients can choose any text."""
+    return _short(req_id, _MAX_ID_CHARS)
 
 
 def remote_engine(params: dict[str, Any]) -> str:

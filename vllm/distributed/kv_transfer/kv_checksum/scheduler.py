@@ -41,7 +41,7 @@ from .payload import (
     KVChecksumPayload,
 )
 from .pending import NotComparable, Pending, PendingLoad
-from .report import Reporter, client_error, remote_engine
+from .report import Reporter, client_error, remote_engine, request_name
 from .stored_loads import StoredLoads, stores_checksums
 from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
 
@@ -120,7 +120,7 @@ class KVChecksumScheduler:
             "a part of " if reason is LeftOut.PARTIAL_BLOCKS else "",
             group_id,
             reason.value,
-            req_id,
+            request_name(req_id),
         )
 
     # ---- schedule()
@@ -321,7 +321,7 @@ class KVChecksumScheduler:
                 f"sent:{error.reason.value}",
                 "KV checksums not sent: %s (first for request %s)",
                 error.reason.value,
-                request.request_id,
+                request_name(request.request_id),
             )
             return params
         if by_connector:
@@ -389,7 +389,8 @@ class KVChecksumScheduler:
         except wire.PayloadVersionError:
             return LoadVerdict(unverified=Unverified.PAYLOAD_VERSION)
         except ValueError as error:
-            logger.debug("KV checksum payload of request %s: %s", req_id, error)
+            name = request_name(req_id)
+            logger.debug("KV checksum payload of request %s: %s", name, error)
             return LoadVerdict(unverified=Unverified.BAD_PAYLOAD)
         if payload is None:
             return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
