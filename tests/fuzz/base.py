@@ -55,6 +55,9 @@ class Target:
         """The input as nested lists, dicts and scalars, for mutation (ValueError)."""
         return msgspec.msgpack.decode(data)
 
+    def repair(self, tree: Any) -> None:
+        """Change what contradicts itself after a mutation, where decoders look."""
+
     def unparse(self, tree: Any) -> bytes:
         """The inverse of `parse`."""
         return msgspec.msgpack.encode(tree)

@@ -95,6 +95,8 @@ class Fuzzer:
                 tree = self.target.parse(bytes(data))
                 for _ in range(draw.choice((1, 1, 1, 2, 3))):
                     tree = mutate(tree, draw)
+                if draw.random() < 0.5:
+                    self.target.repair(tree)
                 changed = self.target.unparse(tree)
             except Exception:
                 pass  # no message, or none any more

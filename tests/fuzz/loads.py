@@ -41,6 +41,7 @@ TOKENS, LONG = 100, 131_072
 FULL, WINDOW, STATE = 0, 1, 2
 FINGERPRINTS = {FULL: 2**64 - 5, WINDOW: 77, STATE: 2**63}
 MASK = 2**64 - 1
+REQUEST = "r\n" + "x" * 5000  # clients can choose ids
 
 
 @cache
@@ -172,7 +173,7 @@ class Load:
 
     def _starts(self) -> dict[int, int]:
         found = self.scheduler._transferred(
-            "r", self.case.first_token, self.case.num_tokens
+            REQUEST, self.case.first_token, self.case.num_tokens
         )
         return {g: start for g, (start, _) in found.blocks.groups.items()}
 
@@ -190,10 +191,10 @@ class Load:
         return KVChecksumRecord(
             0,
             rank,
-            {"r": groups},
+            {REQUEST: groups},
             equal_tp_groups=frozenset({STATE}) & set(self.case.groups),
             fingerprints={g: FINGERPRINTS[g] for g in self.case.groups},
-            num_tokens={"r": self.case.num_tokens},
+            num_tokens={REQUEST: self.case.num_tokens},
         )
 
     def run(self, params: Any, received: bytes | None = None) -> LoadVerdict | None:
@@ -201,7 +202,7 @@ class Load:
         scheduler = self.scheduler
         scheduler.verdict = None
         request = u.Request(
-            request_id="r",
+            request_id=REQUEST,
             kv_transfer_params=params,
             status=RequestStatus.WAITING_FOR_REMOTE_KVS,
             num_computed_tokens=self.case.num_tokens,
@@ -210,18 +211,18 @@ class Load:
         scheduler.build_checksum_meta()
         records = self.records
         if received is not None:
-            records = [replace(records[0], received={"r": received}), *records[1:]]
-        output = KVConnectorOutput(finished_recving={"r"})
+            records = [replace(records[0], received={REQUEST: received}), *records[1:]]
+        output = KVConnectorOutput(finished_recving={REQUEST})
         output.kv_checksums = SimpleNamespace(finalize=lambda: records)
         scheduler.collect(output)
-        bad = scheduler.verify(output, {"r": request})
-        scheduler.keep_verified(bad, {"r": request})
+        bad = scheduler.verify(output, {REQUEST: request})
+        scheduler.keep_verified(bad, {REQUEST: request})
         self._check_state(request, bad)
         return scheduler.verdict
 
     def _check_state(self, request: Any, bad: dict[str, int]) -> None:
         scheduler, verdict = self.scheduler, self.scheduler.verdict
-        scheduler.name_errors([[SimpleNamespace(request_id="r", error=None)]])
+        scheduler.name_errors([[SimpleNamespace(request_id=REQUEST, error=None)]])
         assert not (scheduler._recvs or scheduler._sends or scheduler._scheduled)
         assert not scheduler._errors
         stats = scheduler.take_stats() or {}
@@ -234,7 +235,7 @@ class Load:
             carrier = "connector"
         assert loads == {f"loads:{verdict.outcome}:{carrier}": 1}
         fails = self.case.fail_closed and verdict.outcome != "verified"
-        assert set(bad) == ({"r"} if fails else set())
+        assert set(bad) == ({REQUEST} if fails else set())
 
 
 def assert_right(load: Load, verdict: LoadVerdict, data: bytes) -> None:

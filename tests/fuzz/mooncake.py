@@ -154,6 +154,7 @@ class Responses(Target):
             "payloads-nil": encode(tree | {"kv_checksums": None}),
             "payloads-number-keys": encode(tree | {"kv_checksums": {1: b"x"}}),
             "unknown-field": encode(tree | {"later": [1, {"a": b""}]}),
+            "unknown-field-no-utf8": encode(tree | {"later": "x"})[:-1] + b"\xff",
             "empty": b"",
             "nested": b"\x91" * 3000,
             "promises-payloads": encode(tree)[:-30] + b"\xdf\xff\xff\xff\xff",

@@ -16,13 +16,16 @@ OTHERS = (None, True, False, 1.5, "", "r", "HB:r", b"", b"\0" * 8, [], {}, [[]])
 
 
 def mutate(tree: Any, random: Random) -> Any:
-    """`tree` with one of its nodes changed (it may be changed in place)."""
+    """`tree` with one of its nodes changed (it may be changed in place).
+
+    Mostly a leaf, and one that keeps its type.
+    """
     children = _children(tree)
-    if children and random.random() < 0.85:
+    if children and random.random() < 0.95:
         key = random.choice(children)
         tree[key] = mutate(tree[key], random)
         return tree
-    if random.random() < 0.15:
+    if random.random() < 0.05:
         return random.choice(OTHERS)
     if isinstance(tree, bool) or tree is None:
         return random.choice(OTHERS)
@@ -50,7 +53,7 @@ def _number(value: int, random: Random) -> int:
         (
             random.choice(NUMBERS),
             value + random.choice((-1, 1)),
-            value * 2,
+            value << random.randrange(1, 40),
             value // 2,
             value ^ 1 << random.randrange(64),
         )
