@@ -181,7 +181,7 @@ class Misreports:
             if mine and self.faults.draw("duplicate", 0.5):
                 self.faults.counts["duplicate: in one step"] += 1
                 mine.append(copy(self.rng.choice(mine)))
-            if self.old and self.faults.draw("duplicate", 0.5):
+            if self.old and self.faults.draw_any(duplicate=0.5, restart=0.2):
                 record = copy(self._old_record())
                 pending = self.pending()
                 awaited = pending.keys() & record.checksums.keys()
@@ -199,7 +199,9 @@ class Misreports:
         pending = self.pending()
         named = [r for r in self.old if pending.keys() & _request_ids(r)]
         other = [
-            r for r in named if any(pending.get(i, n) != n for i, n in r.seqs.items())
+            r
+            for r in named
+            if r.received or any(pending.get(i, n) != n for i, n in r.seqs.items())
         ]
         return self.rng.choice(other or named or self.old)
 
