@@ -63,6 +63,7 @@ class Load:
             request, or of an "old" one of the same id.
         sent: the payload that went out for it.
         excuses: why it may be unverified.
+        unheard: a worker's sums of it never came, or are of something else.
         failed: on which ranks its connector reports a failure, or that it names
             blocks that were not loaded.
         verdict: what the scheduler judged.
@@ -73,6 +74,7 @@ class Load:
     payload: str = "own"
     sent: bytes | None = None
     excuses: set[str] = field(default_factory=set)
+    unheard: bool = False
     failed: set[int] = field(default_factory=set)
     invalid_blocks: bool = False
     arrived: bool = False
@@ -80,18 +82,19 @@ class Load:
 
     def allowed(self) -> set[str]:
         """The verdicts that are right."""
-        if self.payload == "old":
-            allowed = {"unverified", "mismatch"}
-            if not self.damaged:
-                allowed.add("verified")
-        elif self.payload == "other":
-            # It may have no block in common with what was loaded.
-            allowed = {"unverified", "mismatch"}
-        elif self.damaged:
-            allowed = {"mismatch"}
+        if self.payload == "own":
+            allowed = {"mismatch" if self.damaged else "verified"}
+            may_be_unverified = bool(self.excuses)
         else:
-            allowed = {"verified"}
-        return allowed | ({"unverified"} if self.excuses else set())
+            # Another's payload may have no block in common with what was loaded; an
+            # old one may be of the same KV.
+            allowed = {"mismatch"}
+            may_be_unverified = True
+            if self.payload == "old" and not self.damaged:
+                allowed.add("verified")
+        if may_be_unverified:
+            allowed.add("unverified")
+        return allowed - {"verified"} if self.unheard else allowed
 
 
 def copy(record: KVChecksumRecord) -> KVChecksumRecord:
@@ -153,7 +156,8 @@ class Misreports:
             self.faults.counts[f"drop: {name}"] += 1
             for rank in ranks:
                 for record in records[rank]:
-                    self.excuse(_request_ids(record), "drop")
+                    self.excuse(record.checksums, "drop")
+                    self.excuse(record.received, "payload")
                 records[rank] = []
 
     def _hold(self, records: list[list[KVChecksumRecord]]) -> None:
@@ -212,8 +216,7 @@ class Misreports:
         req_id = self.rng.choice(sorted(record.checksums))
         groups = record.checksums[req_id]
         how = self.rng.choice(list(_GARBLED if groups else ["request"]))
-        # All requests of the record share its layers.
-        self.excuse(record.checksums if how == "layers" else [req_id], "garble")
+        self.excuse([req_id], "garble")
         self.faults.counts[f"garble: {how}"] += 1
         if how in ("number", "tokens"):
             for part in groups.values():
@@ -227,7 +230,11 @@ class Misreports:
         elif how == "group":
             del groups[self.rng.choice(sorted(groups))]
         elif how == "layers":
-            del record.fingerprints[self.rng.choice(sorted(groups))]
+            group_id = self.rng.choice(sorted(groups))
+            del record.fingerprints[group_id]
+            # All requests of the record share its layers.
+            sharing = [r for r, g in record.checksums.items() if group_id in g]
+            self.excuse(sharing, "garble")
         else:
             part = groups[self.rng.choice(sorted(groups))]
             part.start += 1

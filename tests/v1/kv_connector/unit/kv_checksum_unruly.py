@@ -78,11 +78,14 @@ class Unruly:
         return {req_id: p.blocks.seq for req_id, p in pending.items()}
 
     def excuse(self, req_ids, why: str) -> None:
+        repeated = self.faults.active & {"duplicate", "restart"}
         for req_id in req_ids:
-            if req_id in self.loads_now:
-                self.loads_now[req_id].excuses.add(why)
-            else:
+            load = self.loads_now.get(req_id)
+            if load is None:
                 self.excuse_send(req_id, why)
+                continue
+            load.excuses.add(why)
+            load.unheard |= why in ("drop", "garble", "worker") and not repeated
 
     def note_repeated(self, record) -> None:
         """A record that comes once more may bring an old payload for a reused id."""
