@@ -7,7 +7,7 @@ N ?= 1000000
 MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base lint bench campaign fuzz demo clean
+.PHONY: help env unit test test-slow test-base lint bench campaign fuzz soak demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
@@ -21,6 +21,7 @@ help:
 	@echo "make fuzz   fuzz what clients and peers can send (MINUTES=30, one core)"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
+	@echo "make soak   half an hour of mixed load over NIXL with damaged transfers (MINUTES=30)"
 	@echo "make clean  remove $(VENV) and .rig"
 
 env:
@@ -58,6 +59,9 @@ campaign: env
 
 demo: env
 	$(BIN)/python tests/e2e/demo.py --connector $(CONNECTOR)
+
+soak: env
+	$(BIN)/python tests/e2e/soak.py --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) .rig

@@ -26,6 +26,13 @@ FAULTS = {"flip-": "bit_flip", "lost-": "lost_payload"}
 LATE_FAULT = {"late-": {"kind": "bit_flip", "skip": 9}}
 """A flipped bit in the tenth block of a load."""
 
+UNVERIFIED = {
+    "lost_payload": "no_payload",
+    "other_version_payload": "payload_version",
+    "cut_payload": "bad_payload",
+}
+"""What payload damage leads to; everything else is a mismatch."""
+
 MODES: dict[str, dict[str, Any]] = {
     "fail-open": {},
     "fail": {"kv_checksum_fail_closed": True, "kv_load_failure_policy": "fail"},
@@ -81,6 +88,16 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def shared_prefix(length: int, shared: int = 320) -> list[int]:
     """A prompt that begins with the same `shared` tokens for every length."""
     return prompt_of(shared, 77) + prompt_of(length - shared, 78)
+
+
+def every_fault() -> dict[str, str]:
+    """Faults of every kind of damage, by the beginning of the request id."""
+    from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
+        KINDS,
+        PAYLOAD_KINDS,
+    )
+
+    return {f"{kind}-": kind for kind in (*KINDS, *PAYLOAD_KINDS)}
 
 
 def text_of(response: httpx.Response) -> str:

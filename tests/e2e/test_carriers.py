@@ -20,14 +20,7 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 6
 
-FAULTS = {f"{kind}-": kind for kind in (*KINDS, *PAYLOAD_KINDS)} | pairs.LATE_FAULT
-
-UNVERIFIED = {
-    "lost_payload": "no_payload",
-    "other_version_payload": "payload_version",
-    "cut_payload": "bad_payload",
-}
-"""What payload damage leads to; everything else is a mismatch."""
+FAULTS = {**pairs.every_fault(), **pairs.LATE_FAULT}
 
 
 @pytest.fixture(scope="module", params=pairs.CONNECTORS)
@@ -139,13 +132,13 @@ def test_every_damage_is_seen_and_recomputed_right(consumers, p):
         answer, expected, counted = ask(
             p, d, pairs.prompt_of(100, 40 + seed), f"{kind}-0"
         )
-        verdict = "unverified" if kind in UNVERIFIED else "mismatch"
+        verdict = "unverified" if kind in pairs.UNVERIFIED else "mismatch"
         if counted != {verdict: 1} or pairs.text_of(answer) != expected:
             wrong[kind] = counted, pairs.text_of(answer), expected
         assert f"KV CHECKSUM FAULT DRILL: {kind}" in d.log_text()
     assert not wrong
     assert "KV CHECKSUM FAULT DRILL left" not in d.log_text()
-    for reason in UNVERIFIED.values():
+    for reason in pairs.UNVERIFIED.values():
         assert pairs.unverified(d, reason) >= 1
 
 

@@ -226,6 +226,10 @@ class Server:
         """Tell whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def family(self) -> set[processes.Process]:
+        """Return the server's living processes."""
+        return set() if self._process is None else processes.family(self._process.pid)
+
     def wait_ready(self, timeout: float = 240) -> Server:
         """Wait until the server answers; raise with the log's errors if it dies or takes too long."""
         while time.monotonic() - self._began < timeout:
@@ -259,16 +263,32 @@ class Server:
         **body: Any,
     ) -> httpx.Response:
         """Ask for a greedy completion (override by keyword) and return the response, whatever its status."""
-        asked: dict[str, Any] = {
-            "model": SERVED_NAME,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-        }
-        if kv_transfer_params is not None:
-            asked["kv_transfer_params"] = dict(kv_transfer_params)
+        asked = _completion(prompt, max_tokens, kv_transfer_params, body)
         headers = {"X-Request-Id": request_id} if request_id else None
-        return self.post("/v1/completions", headers=headers, **{**asked, **body})
+        return self.post("/v1/completions", headers=headers, **asked)
+
+    def streamed(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        *,
+        request_id: str,
+        patience_s: float = 240,
+        **body: Any,
+    ) -> contextlib.AbstractContextManager[httpx.Response]:
+        """Ask as ``completions`` does and let the caller read the answer; leaving the block leaves the server.
+
+        ``patience_s`` bounds the wait for every part of the answer: ``httpx.ReadTimeout`` after that.
+        """
+        asked = _completion(prompt, max_tokens, kv_transfer_params, body)
+        return self._client.stream(
+            "POST",
+            "/v1/completions",
+            json=asked,
+            headers={"X-Request-Id": request_id},
+            timeout=patience_s,
+        )
 
     def metrics(self) -> dict[tuple[str, Labels], float]:
         """Return every sample of /metrics by name and labels."""
@@ -360,6 +380,24 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _completion(
+    prompt: str | Sequence[int],
+    max_tokens: int,
+    kv_transfer_params: Mapping[str, Any] | None,
+    body: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the body of a request for a greedy completion."""
+    asked: dict[str, Any] = {
+        "model": SERVED_NAME,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
+    if kv_transfer_params is not None:
+        asked["kv_transfer_params"] = dict(kv_transfer_params)
+    return {**asked, **body}
 
 
 def fork_server(

@@ -96,7 +96,8 @@ def sizes() -> dict[str, int]:
     living = collections.Counter(
         type(x).__name__
         for x in gc.get_objects()
-        if getattr(type(x), "__module__", "").startswith(FEATURE)
+        # Not every class says its module as text.
+        if str(getattr(type(x), "__module__", "")).startswith(FEATURE)
     )
     return {**found, **{f"living {name}": count for name, count in living.items()}}
 

@@ -1,0 +1,283 @@
+"""Soak: a mixed load over NIXL pull for a long time, with a share of its transfers damaged.
+
+Real ``vllm serve`` processes P and D, real NIXL over UCX on loopback. D fails loads that
+it cannot verify (fail-closed, policy "fail"), so that every verdict reaches a client. At
+the end every damaged load must have been refused, no other one, the tables of the
+checksums must be as empty as at the beginning, and no process may have grown. Exit status
+0 only if all that holds; what was measured is written as it goes (``--json``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rig.forkserver import ForkServer  # noqa: E402
+from rig.memory import Sampler, Trend, trend  # noqa: E402
+from rig.model import CACHE, tiny_qwen3  # noqa: E402
+from rig.routing import prefill_decode  # noqa: E402
+from rig.servers import Server, serving  # noqa: E402
+
+from e2e import pairs  # noqa: E402
+from e2e.load import Clients, Draws, Tally, seen  # noqa: E402
+
+FLAT = 0.01
+"""What a process may grow, as a share of its resident memory, over the last two thirds."""
+
+JUDGED_FROM_MINUTES = 10
+"""In a shorter run servers are still taking what they need; growth is reported only."""
+
+BOUNDED = ("_reporter._warned",)
+"""Tables that keep one entry per fixed reason."""
+
+ENGINES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""API server and engine in processes of their own, as vLLM has them by default."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one run. With ``control`` checksums are off, nothing is damaged, and growth alone is measured."""
+
+    minutes: float = 30
+    share: float = 0.02
+    seed: int = 1
+    clients: int = 16
+    control: bool = False
+    report_every_s: float = 60
+    sample_every_s: float = 5
+
+
+class Soak:
+    """One run against servers that are up."""
+
+    def __init__(
+        self, p: Server, d: Server, settings: Settings, results: Path | None
+    ) -> None:
+        self.p, self.d, self.settings = p, d, settings
+        self._results = results
+        self._began = time.monotonic()
+        self._faults = {} if settings.control else pairs.every_fault()
+        share = 0.0 if settings.control else settings.share
+        draws = Draws(settings.seed, share, self._faults)
+        self._clients = Clients(p, d, draws, settings.clients)
+        self._rows: list[dict[str, Any]] = []
+        self._end: dict[str, Any] = {}
+
+    @property
+    def tally(self) -> Tally:
+        """What became of the requests."""
+        return self._clients.tally
+
+    def run(self) -> list[str]:
+        """Run; return what did not hold."""
+        for n in range(3):
+            warm = pairs.prompt_of(90 + n, self.settings.seed)
+            prefill_decode(self.p, self.d, warm, 2).raise_for_status()
+        time.sleep(1)
+        before = [server.checksum_tables() for server in (self.p, self.d)]
+        loads = pairs.loads(self.d)
+        sampler = Sampler((self.p, self.d), self.settings.sample_every_s)
+        self._began = time.monotonic()
+        self._clients.start()
+        try:
+            self._watch(sampler)
+        finally:
+            self._clients.stop()
+            sampler.close()
+            self._write(sampler)
+        if self.p.alive() and self.d.alive():
+            if not self.settings.control:
+                self._judge_loads(loads)
+            self._judge_tables(before)
+            self._judge_memory(sampler)
+            self._write(sampler)
+        return self.tally.problems
+
+    def _watch(self, sampler: Sampler) -> None:
+        """Report until the time is over or a server is gone."""
+        end = self._began + 60 * self.settings.minutes
+        next_row = self._began
+        while (now := time.monotonic()) < end:
+            gone = [x.name for x in (self.p, self.d) if not x.alive()]
+            if gone:
+                self.tally.problem(f"{' and '.join(gone)} ended")
+                return
+            if now >= next_row:
+                next_row = now + self.settings.report_every_s
+                self._report(sampler)
+                self._write(sampler)
+            time.sleep(0.5)
+        self._report(sampler)
+
+    def _report(self, sampler: Sampler) -> None:
+        """Print one line and keep it."""
+        tally = self.tally
+        last = {name: found[-1][1] for name, found in sampler.samples().items()}
+        row = {
+            "minute": round((time.monotonic() - self._began) / 60, 2),
+            "requests": sum(tally.asked.values()),
+            "answered": tally.answered,
+            "clients that left": tally.left,
+            "compared": tally.compared,
+            "damaged": sum(tally.damaged.values()),
+            "refused": tally.told("mismatch") + tally.told("not verified"),
+            "problems": len(tally.problems),
+            **pairs.loads(self.d),
+        }
+        self._rows.append({**row, "rss_kib": last})
+        rss = ", ".join(f"{k} {v / 1024:.0f}" for k, v in sorted(last.items()))
+        print("; ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+        print(f"    RSS in MiB: {rss}", flush=True)
+
+    def _judge_loads(self, before: dict[str, int]) -> None:
+        """Compare D's counters with what clients were told and what the drill did."""
+        tally, log = self.tally, self.d.log_text()
+        done = set(re.findall(r"FAULT DRILL: \S+ (?:.* )?of (\S+)", log))
+        left = set(re.findall(r"FAULT DRILL left (\S+) as it is", log))
+        for request_id in tally.not_refused:
+            if not any(f"-{request_id}-" in x for x in left):
+                tally.problem(f"{request_id} was damaged and served")
+        refused = tally.told("mismatch") + tally.told("not verified")
+        found = {k: v - before[k] for k, v in pairs.loads(self.d).items()}
+        expected = {
+            "mismatch": tally.told("mismatch"),
+            "unverified": tally.told("not verified"),
+        }
+        if len(done) != refused:
+            tally.problem(f"{len(done)} loads were damaged, {refused} refused")
+        for verdict, number in expected.items():
+            if found[verdict] != number:
+                tally.problem(f"{found[verdict]} loads {verdict}, told {number}")
+        failed = self.d.metric("vllm:kv_checksum_failed_total")
+        if failed != refused:
+            tally.problem(f"D counts {failed:.0f} failed requests, not {refused}")
+        if not found["verified"]:
+            tally.problem("no load was verified")
+        self._end["loads"] = found
+        self._end["damaged"] = seen(tally, list(self._faults.values()))
+        self._end["left as they were by the drill"] = len(left)
+
+    def _judge_tables(self, before: list[dict[str, int]], timeout: float = 60) -> None:
+        """Tables must become what they were; requests that clients left may take their time."""
+        deadline = time.monotonic() + timeout
+        while grown := self._grown_tables(before):
+            if time.monotonic() > deadline:
+                self.tally.problem(f"tables did not empty: {grown}")
+                break
+            time.sleep(2)
+        self._end["tables not empty"] = grown
+
+    def _grown_tables(self, before: list[dict[str, int]]) -> dict[str, int]:
+        grown = {}
+        for server, then in zip((self.p, self.d), before, strict=True):
+            for name, size in server.checksum_tables().items():
+                if size > then.get(name, 0) and not name.endswith(BOUNDED):
+                    grown[f"{server.name} {name}"] = size - then.get(name, 0)
+        return grown
+
+    def _judge_memory(self, sampler: Sampler) -> None:
+        """Fit a line to the last two thirds of each process that lived through them."""
+        begin = self.settings.minutes / 3
+        judged = self.settings.minutes >= JUDGED_FROM_MINUTES
+        self._end["memory"] = rows = {}
+        for name, samples in sampler.samples().items():
+            for column, what in ((1, "RSS"), (2, "PSS")):
+                points = [(s[0], float(s[column])) for s in samples if s[0] >= begin]
+                if len(points) < 3:
+                    continue
+                line = trend(points)
+                rows[f"{name} {what}"] = {**asdict(line), "growth": line.growth}
+                print(f"{name} {what}: {told(line)}", flush=True)
+                certain = line.slope > 2 * line.error
+                if judged and what == "RSS" and certain and line.growth > FLAT:
+                    self.tally.problem(f"{name} grows: {told(line)}")
+
+    def _write(self, sampler: Sampler) -> None:
+        """Put what is known so far into the file of results."""
+        if self._results is None:
+            return
+        known = {
+            "settings": asdict(self.settings),
+            "asked": dict(self.tally.asked),
+            "minutes": self._rows,
+            **self._end,
+            "problems": self.tally.problems,
+            "samples (minute, RSS KiB, PSS KiB)": sampler.samples(),
+        }
+        scratch = self._results.with_suffix(".part")
+        scratch.write_text(json.dumps(known, indent=1) + "\n")
+        scratch.replace(self._results)
+
+
+def told(line: Trend) -> str:
+    """A trend in words."""
+    return (
+        f"{line.mean / 1024:.1f} MiB, slope {line.slope:+.1f} +- {line.error:.1f} "
+        f"KiB/min over {line.minutes:.1f} min ({100 * line.growth:+.2f}%)"
+    )
+
+
+def run(
+    settings: Settings,
+    *,
+    name: str = "soak",
+    results: Path | None = None,
+    forks: ForkServer | None = None,
+) -> Soak:
+    """Start P and D, run, stop them. What did not hold is in the result's ``tally.problems``."""
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "env": ENGINES,
+        "fork_server": forks,
+    }
+    model, on = tiny_qwen3("float32"), not settings.control
+    p = pairs.producer(f"{name}-p", model, on=on, **common)
+    d = (
+        pairs.consumer(f"{name}-d", model, "fail", faults=pairs.every_fault(), **common)
+        if on
+        else Server(f"{name}-d", "kv_consumer", model=model, **common)
+    )
+    with serving(p, d):
+        soak = Soak(p, d, settings, results)
+        soak.run()
+    return soak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    defaults = Settings()
+    add = parser.add_argument
+    add("--minutes", type=float, default=defaults.minutes)
+    add("--share", type=float, default=defaults.share, help="share of damaged loads")
+    add("--seed", type=int, default=defaults.seed)
+    add("--clients", type=int, default=defaults.clients, help="requests at once")
+    add("--control", action="store_true", help="checksums off, nothing damaged")
+    add("--json", type=Path, default=CACHE / "soak.json", help="file of results")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    settings = Settings(
+        given.minutes, given.share, given.seed, given.clients, given.control
+    )
+    print(f"{settings}; results: {given.json}", flush=True)
+    problems = run(settings, results=given.json).tally.problems
+    for problem in problems[:50]:
+        print(f"DOES NOT HOLD: {problem}")
+    if len(problems) > 50:
+        print(f"DOES NOT HOLD: {len(problems) - 50} more, see {given.json}")
+    print("soak:", f"{len(problems)} problems" if problems else "everything held")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
