@@ -39,8 +39,13 @@ JUDGED_FROM_MINUTES = 10
 BOUNDED = ("_reporter._warned",)
 """Tables that keep one entry per fixed reason."""
 
-ENGINES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""API server and engine in processes of their own, as vLLM has them by default."""
+SERVERS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
+}
+"""API server and engine in processes of their own, as vLLM has them by default. On a CPU,
+oneDNN keeps code compiled for each number of tokens (1024 matrix products, hundreds of MiB
+until it is full): without that, what grows is the servers' own."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,14 @@ class Soak:
         if not found["verified"]:
             tally.problem("no load was verified")
         self._end["loads"] = found
+        self._end["D"] = {
+            name: self.d.metric(f"vllm:{name}_total")
+            for name in (
+                "kv_checksum_blocks_compared",
+                "prefix_cache_hits",
+                "num_preemptions",
+            )
+        }
         self._end["damaged"] = seen(tally, list(self._faults.values()))
         self._end["left as they were by the drill"] = len(left)
 
@@ -236,7 +249,7 @@ def run(
     """Start P and D, run, stop them. What did not hold is in the result's ``tally.problems``."""
     common: dict[str, Any] = {
         "dtype": "float32",
-        "env": ENGINES,
+        "env": SERVERS,
         "fork_server": forks,
     }
     model, on = tiny_qwen3("float32"), not settings.control

@@ -34,7 +34,13 @@ class MooncakeStore:
     def __enter__(self) -> MooncakeStore:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._config.write_text(json.dumps(self._settings()))
-        with (self._log_dir / "mooncake_master.log").open("wb") as log:
+        self.start_master()
+        self._connect()
+        return self
+
+    def start_master(self) -> None:
+        """Start the master; after `kill_master` it is another one at the same address, which knows of nothing."""
+        with (self._log_dir / "mooncake_master.log").open("ab") as log:
             self._master = subprocess.Popen(
                 [
                     str(Path(sys.executable).parent / "mooncake_master"),
@@ -48,8 +54,12 @@ class MooncakeStore:
                 start_new_session=True,
             )
         self._guard = processes.guard(self._master.pid)
-        self._connect()
-        return self
+
+    def kill_master(self) -> None:
+        """End the master at once."""
+        self._master.kill()
+        self._master.wait(5)
+        processes.dismiss(self._guard)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings of an instance's store."""
