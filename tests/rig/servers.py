@@ -226,9 +226,13 @@ class Server:
         """Tell whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
-    def family(self) -> set[processes.Process]:
-        """Return the server's living processes."""
-        return set() if self._process is None else processes.family(self._process.pid)
+    def family(
+        self, known: set[processes.Process] | None = None
+    ) -> set[processes.Process]:
+        """Return the server's living processes, with those of ``known`` that live, whoever their parent is now."""
+        if self._process is None:
+            return set()
+        return processes.family(self._process.pid, known)
 
     def wait_ready(self, timeout: float = 240) -> Server:
         """Wait until the server answers; raise with the log's errors if it dies or takes too long."""
