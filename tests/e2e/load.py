@@ -208,7 +208,7 @@ class Clients:
                 text = answer.read().decode()
                 self.tally.problem(f"{ask.request_id} ({ask.does}): {text[:200]}")
             for line in answer.iter_lines():
-                if "error" in line:
+                if line.startswith('data: {"error"'):
                     self.tally.problem(f"{ask.request_id} ({ask.does}): {line[:200]}")
                 if line:
                     break
@@ -263,8 +263,19 @@ def told_of(answer: httpx.Response) -> str:
 
 def failed_stream(answer: httpx.Response) -> bool:
     """Whether an answer is a stream that ends in an error."""
-    streamed = "text/event-stream" in answer.headers["content-type"]
-    return streamed and any('"error"' in x for x in answer.text.splitlines())
+    return is_stream(answer) and any(
+        x.startswith('{"error"') for x in events_of(answer)
+    )
+
+
+def is_stream(answer: httpx.Response) -> bool:
+    """Whether an answer is a stream of events."""
+    return "text/event-stream" in answer.headers["content-type"]
+
+
+def events_of(answer: httpx.Response) -> list[str]:
+    """The data of a stream's events. Text may hold what `str.splitlines` takes for the end of a line."""
+    return [x.removeprefix("data: ") for x in answer.text.split("\n") if x]
 
 
 def whole_text(answer: httpx.Response) -> str:
@@ -283,9 +294,9 @@ def whole_text(answer: httpx.Response) -> str:
 
 def choices_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The parts of an answer, streamed or not."""
-    if "text/event-stream" not in answer.headers["content-type"]:
+    if not is_stream(answer):
         return [answer.json()["choices"][0]]
-    events = [x.removeprefix("data: ") for x in answer.text.splitlines() if x]
+    events = events_of(answer)
     if events[-1] != "[DONE]":
         raise ValueError("the stream has no end")
     return [json.loads(x)["choices"][0] for x in events[:-1]]
