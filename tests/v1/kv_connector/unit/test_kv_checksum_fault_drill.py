@@ -2,6 +2,7 @@
 """The drill: each damage changes exactly what it says, and nothing starts unasked."""
 
 import random
+from types import SimpleNamespace
 
 import kv_checksum_utils as u
 import numpy as np
@@ -340,6 +341,16 @@ def test_the_wrapped_connector_is_named_in_the_options():
     extra = {"kv_checksum_fault_drill": {**OPTED_IN, "connector": "ExampleConnector"}}
     with pytest.raises(ValueError, match="ExampleConnector"):
         wrapped_connector(extra)
+
+
+def test_the_wrapped_connectors_statistics_do_not_pile_up():
+    """It keeps them, a few numbers per load, until they are taken."""
+    real = wrapped_connector({"kv_checksum_fault_drill": OPTED_IN})
+    drill = object.__new__(_drilled(real))
+    kept = [1.5, 2.5]
+    drill.connector_worker = SimpleNamespace(get_kv_connector_stats=kept.clear)
+    assert drill.get_kv_connector_stats() is None
+    assert kept == []
 
 
 def test_which_loads_are_damaged(monkeypatch):

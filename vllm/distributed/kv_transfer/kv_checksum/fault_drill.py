@@ -218,8 +218,9 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> None:
         """None: vLLM rebuilds statistics by the connector's class, without its
-        configuration, and so cannot know what is wrapped here."""
-        return None
+        configuration, and so cannot know what is wrapped here. They are taken all
+        the same, for the wrapped connector keeps them until then."""
+        super().get_kv_connector_stats()
 
     # ---- scheduler side
 
