@@ -30,6 +30,7 @@ from vllm.v1.request import RequestStatus
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumGroup,
     KVChecksumRecord,
+    KVChecksumScheduled,
     KVChecksumScheduler,
 )
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
@@ -208,8 +209,9 @@ class Load:
             num_computed_tokens=self.case.num_tokens,
         )
         scheduler.add_recv(request, self.case.first_token, self.case.num_tokens)
-        scheduler.build_checksum_meta()
-        records = self.records
+        asked = scheduler.build_checksum_meta() or KVChecksumScheduled()
+        seqs = {r: blocks.seq for r, blocks in asked.reqs_to_recv.items()}
+        records = [replace(record, seqs=seqs) for record in self.records]
         if received is not None:
             records = [replace(records[0], received={REQUEST: received}), *records[1:]]
         output = KVConnectorOutput(finished_recving={REQUEST})
