@@ -215,7 +215,8 @@ class Misreports:
             return
         req_id = self.rng.choice(sorted(record.checksums))
         groups = record.checksums[req_id]
-        how = self.rng.choice(list(_GARBLED if groups else ["request"]))
+        kinds = list(_GARBLED if groups else ["request"])
+        how = self.rng.choice(kinds + ["entries"] * (req_id in record.stored))
         self.excuse([req_id], "garble")
         self.faults.counts[f"garble: {how}"] += 1
         if how in ("number", "tokens"):
@@ -227,6 +228,8 @@ class Misreports:
             record.num_tokens[req_id] += 1
         elif how == "request":
             del record.checksums[req_id]
+        elif how == "entries":
+            del record.stored[req_id]
         elif how == "group":
             del groups[self.rng.choice(sorted(groups))]
         elif how == "layers":

@@ -315,6 +315,7 @@ class UnrulyInstance(Unruly, rig.Instance):
         send = connector.send_kv_checksums
 
         def altered(request, checksums):
+            assert request.status != RequestStatus.FINISHED_ABORTED, "sent"
             data = self.alter_payload(request.request_id, checksums)
             if data is not None:
                 send(request, data)

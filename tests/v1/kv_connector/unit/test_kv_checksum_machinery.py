@@ -33,7 +33,15 @@ TOOK_EFFECT = {
         "after the verdict",
         "while its id is loaded or sent again",
     ],
-    "garble": ["blocks", "group", "layers", "number", "request", "tokens"],
+    "garble": [
+        "blocks",
+        "entries",
+        "group",
+        "layers",
+        "number",
+        "request",
+        "tokens",
+    ],
     "late": [
         "one rank",
         "one PP stage",
