@@ -45,7 +45,12 @@ class Transfer:
 
 
 class Run:
-    """What both kinds of runs share."""
+    """What both kinds of runs share.
+
+    `shares`: how many halves of a prompt it may have in common with others.
+    """
+
+    shares = (0, 1, 2)
 
     def __init__(self, model: str, faults: Faults, outcomes: Counter) -> None:
         self.model, self.faults, self.rng = model, faults, faults.rng
@@ -87,7 +92,8 @@ class Run:
         number = 16 * self.rng.randint(1, 9) + self.rng.choice([-3, -2, -1, 0, 1, 7])
         family = self.rng.choice(self.families)
         tail = rig.tokens(40, self.rng.randrange(10**6))
-        return (family[: self.rng.choice([number, number // 2, 1])] + tail * 9)[:number]
+        shared = self.rng.choice(self.shares) * number // 2
+        return (family[: max(1, shared)] + tail * 9)[:number]
 
     def new_transfer(self) -> Transfer:
         self.admitted += 1
@@ -393,6 +399,8 @@ class PairRun(Run):
 
 class StoreRun(Run):
     """Two instances that share a store."""
+
+    shares = (1, 2, 2)
 
     def __init__(self, model, faults, outcomes):
         super().__init__(model, faults, outcomes)
