@@ -16,6 +16,7 @@ Run as a program, it prints what happened: ``python kv_checksum_machinery.py --n
 
 import argparse
 import json
+import logging
 import random
 import sys
 import tempfile
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--json", type=Path, help="where the counts are written")
     arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
     model = rig.write_model(Path(tempfile.mkdtemp()))
     counts: Counter = Counter()
     table: dict[str, Counter] = {kind: Counter() for kind in (*KINDS, "all")}

@@ -10,6 +10,8 @@ import pytest
 from kv_checksum_machinery import CARRIERS, run
 from kv_checksum_misreports import KINDS
 
+pytestmark = pytest.mark.campaign
+
 SEEDS = 4
 
 TOOK_EFFECT = {
