@@ -23,6 +23,9 @@ from vllm.v1.kv_cache_interface import (
 
 Generator = np.random.Generator
 
+# For tensors this small, threads cost more than they bring.
+torch.set_num_threads(1)
+
 FAMILIES = (
     ("GQA",),
     ("MLA",),
