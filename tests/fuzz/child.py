@@ -146,8 +146,7 @@ def main() -> None:
     instrument(TARGETS[name])
     fuzzer = Fuzzer(TARGETS[name](), Path(folder))
     atheris.Setup([sys.argv[0], *arguments], fuzzer.one, custom_mutator=fuzzer.mutated)
-    if "-merge=1" not in arguments:
-        limit_memory()
+    limit_memory()
     atheris.Fuzz()
 
 

@@ -25,8 +25,6 @@ from fuzz.targets import CORPUS, CRASHES, TARGETS  # noqa: E402
 WORK, ATHERIS = ROOT / ".rig/fuzz", ROOT / ".rig/atheris"
 REPORT_EVERY_S = 30.0
 HANG_S, RSS_LIMIT_MB = 10, 3000
-MERGED_BYTES = 256
-"""Longest input that `--merge` adds to the repository's corpus."""
 
 
 def get_atheris() -> None:
@@ -139,27 +137,6 @@ def print_table(results: list[dict[str, Any]]) -> None:
             print(f"  {place}: {WORK / result['target'] / 'crashes' / found}")
 
 
-def merge(name: str) -> int:
-    """Add short inputs that reach something new to the repository's corpus."""
-    folder = WORK / name
-    short = folder / "short"
-    short.mkdir()
-    for path in (folder / "corpus").iterdir():
-        if path.stat().st_size <= MERGED_BYTES:
-            shutil.copy(path, short)
-    before = set((CORPUS / name).iterdir())
-    child = [sys.executable, str(HERE / "child.py"), name, str(folder), "-merge=1"]
-    with (folder / "merge.log").open("wb") as out:
-        subprocess.run(
-            [*child, str(CORPUS / name), str(short)],
-            stdout=out,
-            stderr=out,
-            cwd=folder,
-            check=True,
-        )
-    return len(set((CORPUS / name).iterdir()) - before)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30, help="in total (30)")
@@ -168,11 +145,6 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1, help="libFuzzer's seed (1)")
     parser.add_argument("--json", type=Path, help="write the results to this file too")
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="add short inputs that reach something new to the repository's corpus",
-    )
     options = parser.parse_args()
     get_atheris()
     names = options.target or list(TARGETS)
@@ -182,8 +154,6 @@ def main() -> int:
         seconds = options.minutes * 60 * TARGETS[name].share / shares
         print(f"fuzz: {name} for {seconds:.0f} s", flush=True)
         results.append(fuzz(name, seconds, options.seed))
-        if options.merge:
-            print(f"fuzz: {merge(name)} inputs added to the corpus", flush=True)
     print_table(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
