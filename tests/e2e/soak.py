@@ -198,21 +198,13 @@ class Soak:
         return grown
 
     def _judge_memory(self, sampler: Sampler) -> None:
-        """Fit a line to the last two thirds of each process that lived through them."""
-        begin = self.settings.minutes / 3
-        judged = self.settings.minutes >= JUDGED_FROM_MINUTES
+        """Fit a line to the memory of each process and say what grows."""
         self._end["memory"] = rows = {}
-        for name, samples in sampler.samples().items():
-            for column, what in ((1, "RSS"), (2, "PSS")):
-                points = [(s[0], float(s[column])) for s in samples if s[0] >= begin]
-                if len(points) < 3:
-                    continue
-                line = trend(points)
-                rows[f"{name} {what}"] = {**asdict(line), "growth": line.growth}
-                print(f"{name} {what}: {told(line)}", flush=True)
-                certain = line.slope > 2 * line.error
-                if judged and what == "RSS" and certain and line.growth > FLAT:
-                    self.tally.problem(f"{name} grows: {told(line)}")
+        for name, line in lines_of(sampler.samples(), self.settings.minutes).items():
+            rows[name] = {**asdict(line), "growth": line.growth}
+            print(f"{name}: {told(line)}", flush=True)
+            if grows(line, self.settings.minutes) and name.endswith("RSS"):
+                self.tally.problem(f"{name} grows: {told(line)}")
 
     def _write(self, sampler: Sampler) -> None:
         """Put what is known so far into the file of results."""
@@ -229,6 +221,26 @@ class Soak:
         scratch = self._results.with_suffix(".part")
         scratch.write_text(json.dumps(known, indent=1) + "\n")
         scratch.replace(self._results)
+
+
+def lines_of(
+    samples: dict[str, list[tuple[float, int, int]]], minutes: float
+) -> dict[str, Trend]:
+    """By process and measure, the trend of the last two thirds; not of a process that ended before."""
+    lines = {}
+    for name, found in samples.items():
+        late = [sample for sample in found if sample[0] >= minutes / 3]
+        for column, measure in ((1, "RSS"), (2, "PSS")):
+            if len(late) >= 3:
+                points = [(sample[0], float(sample[column])) for sample in late]
+                lines[f"{name} {measure}"] = trend(points)
+    return lines
+
+
+def grows(line: Trend, minutes: float) -> bool:
+    """Whether a process grew by more than `FLAT`, beyond doubt, in a run that is long enough to tell."""
+    certain = line.slope > 2 * line.error
+    return minutes >= JUDGED_FROM_MINUTES and certain and line.growth > FLAT
 
 
 def told(line: Trend) -> str:

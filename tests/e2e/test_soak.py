@@ -10,7 +10,7 @@ import json
 import pytest
 from rig.memory import trend
 
-from e2e.soak import Settings, run
+from e2e.soak import Settings, grows, lines_of, run
 
 
 @pytest.mark.e2e
@@ -34,3 +34,17 @@ def test_the_slope_of_memory():
     assert abs(uneven.slope) < uneven.error * 2
     with pytest.raises(ValueError, match="no trend"):
         trend([(1, 1), (1, 2), (1, 3)])
+
+
+@pytest.mark.parametrize(
+    ("per_minute", "minutes", "told"),
+    [(0, 30, False), (4, 30, False), (6, 30, True), (-6, 30, False), (20, 9, False)],
+)
+def test_growth_by_more_than_a_hundredth_is_told(per_minute, minutes, told):
+    """10,000 KiB that become 500 more at once, and then grow."""
+    samples = [
+        (minute, 10_000 + (500 + per_minute * minute) * (minute > 1), 0)
+        for minute in range(minutes + 1)
+    ]
+    line = lines_of({"d": samples}, minutes)["d RSS"]
+    assert grows(line, minutes) is told
