@@ -174,9 +174,9 @@ def kill_with_loads_in_flight(p, d, victims):
     with loads_in_flight(p, d) as answers:
         processes.send(victims, signal.SIGKILL)
         assert all(status(answer) in (0, 500) for answer in answers[d])
-        wait(lambda: not d.family(family), "D's processes end")
+        # A leader may be gone and not yet reaped while its last threads end.
+        wait(lambda: not d.family(family) and not d.alive(), "D's processes end")
     print(f"{d.name}: over after {time.monotonic() - began:.1f} s")
-    assert not d.alive()
 
 
 def test_p_with_loads_in_flight(model, common):
