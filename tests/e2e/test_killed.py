@@ -152,7 +152,7 @@ def test_a_worker_of_d_then_all_of_d(model, common):
             time.sleep(1)
             before = p.checksum_tables()
             kill_with_loads_in_flight(p, d, {worker_of(d, "Worker_TP1")})
-        with serving(d := consumer("killed-d-again", tp=2)):
+        with serving(d := consumer("killed-d-again")):
             check(p, d, "second", 30)
             kill_with_loads_in_flight(p, d, d.family())
         with serving(d := consumer("killed-d-last")):
