@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -47,6 +48,12 @@ class Goal:
 def quiet() -> None:
     """No log lines: every damaged load would be one."""
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
+
+
+def start_worker() -> None:
+    """In a process of the pool: the main one decides when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quiet()
 
 
 def run_batch(depth: str, seed: int, number: int) -> Tally:
@@ -169,6 +176,7 @@ def say(line: str) -> None:
 def main() -> int:
     args = arguments()
     quiet()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     loads = args.loads if args.loads is not None else max(1, args.n // 50)
     goals = {"blocks": Goal(args.n, args.n // 10), "loads": Goal(loads, loads)}
     tally = Tally()
@@ -179,7 +187,7 @@ def main() -> int:
         pool = None
         if args.jobs > 1 and args.batch is None:
             context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(args.jobs, context, initializer=quiet)
+            pool = ProcessPoolExecutor(args.jobs, context, initializer=start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
         for depth in [args.depth] if args.depth else DEPTHS:
             began = time.monotonic()

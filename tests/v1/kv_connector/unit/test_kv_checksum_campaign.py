@@ -104,3 +104,17 @@ def test_bad_options_are_named(monkeypatch, capsys, options, said):
     with pytest.raises(SystemExit):
         fault_campaign.arguments()
     assert said in capsys.readouterr().err
+
+
+def test_what_ran_before_it_was_stopped_is_printed(monkeypatch, capsys):
+    def stopped(depth, seed, goal, tally, *rest):
+        tally.add(fault_campaign.run_batch(depth, seed, 0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fault_campaign, "run", stopped)
+    monkeypatch.setattr(fault_campaign.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["fault_campaign.py", "--jobs", "1", "--json"])
+    assert fault_campaign.main() == 130
+    out, err = capsys.readouterr()
+    assert "| one bit | mismatch |" in out and '"stopped": true' in out
+    assert "stopped" in err
