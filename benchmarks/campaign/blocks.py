@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import NotApplicable
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
 
+from .cancel import changes_cancel
 from .models import Generator, States, draw_model, draw_splits
 from .sides import Load, Side
 from .strike import (
@@ -39,11 +40,12 @@ LOADS, ROUNDS = 6, 10
 """Loads of a batch, and its damaged rounds; one more is clean."""
 
 PARTIAL = "limit: last block, if D loads fewer tokens than P summed"
+CANCELS = "limit: changes that cancel, in KV of few values"
 UNALIGNED = "unverified: D's first block begins inside a block of P"
 NO_WHOLE = "unverified: no block holds equally many tokens on both sides"
 
 _EXPECTED = {
-    **dict.fromkeys((UNUSED, PADDING, PARTIAL, CLEAN), ("verified",)),
+    **dict.fromkeys((UNUSED, PADDING, PARTIAL, CANCELS, CLEAN), ("verified",)),
     **dict.fromkeys((UNALIGNED, NO_WHOLE), ("unverified",)),
 }
 
@@ -89,6 +91,9 @@ def run_batch(seed: int, number: int) -> Tally:
             if limit != PARTIAL or chunk.kind not in (CLEAN, UNUSED):
                 chunk.kind = limit or chunk.kind
             outcome = _outcome(chunk, verdicts[chunk.req_id], limit)
+            missed = outcome == "verified" and old != new and limit is None
+            if missed and changes_cancel(d, chunk, old, new):
+                chunk.kind = CANCELS
             _note(tally, chunk, old, new, outcome, where)
     return tally
 
