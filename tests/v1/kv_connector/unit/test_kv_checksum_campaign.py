@@ -14,7 +14,9 @@ from vllm.distributed.kv_transfer.kv_checksum import cpu_path
 
 @pytest.fixture(autouse=True)
 def no_log_lines(monkeypatch):
+    """For these tests alone: others read the log."""
     monkeypatch.setattr(fault_campaign.logging.getLogger("vllm"), "disabled", True)
+    monkeypatch.setattr(fault_campaign, "quiet", lambda: None)
 
 
 def run(depth, damaged, clean, seed=1):
