@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm.distributed.kv_transfer.kv_checksum.blocks import (
+    blocks_given_up,
     summed_block_size,
     transferred_blocks,
 )
@@ -132,6 +133,15 @@ def test_leading_nulls_are_left_out_of_windows_and_chunks():
     found = chosen((window_spec(64), chunked), rows, 0, 80)
     assert u.groups_of(found.blocks) == {0: (3, [5, 6]), 1: (2, [3, 4, 7])}
     assert not found.left_out
+
+
+def test_blocks_given_up_since_they_were_summed():
+    chunked = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **CELL)
+    specs = (window_spec(64), chunked, u.full_spec(), state_spec())
+    summed = chosen(specs, ([0, 0, 3, 5, 6], [1, 2, 3, 4], [7, 8], [9]), 0, 80).blocks
+    now = ([0, 0, 0, 5, 6], [0, 0, 0, 0], [7, 8], [0])
+    given_up = blocks_given_up(config_of(*specs), lambda: now, summed)
+    assert given_up == {0: 1, 1: 4}
 
 
 def test_full_attention_with_a_recorded_window_is_not_clipped():

@@ -17,7 +17,7 @@ from .checksum import STATE_BLOCK_SIZE, KVChecksumBlocks
 
 _NULL_BLOCK = 0
 
-WINDOWED_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_WINDOWED_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Specs whose requests give up blocks that they have passed."""
 
 
@@ -97,7 +97,7 @@ def blocks_given_up(
     windows = [
         group_id
         for group_id in blocks.groups
-        if isinstance(group_spec(kv_cache_config, group_id), WINDOWED_SPECS)
+        if isinstance(group_spec(kv_cache_config, group_id), _WINDOWED_SPECS)
     ]
     given_up: dict[int, int] = {}
     if not windows:

@@ -356,11 +356,12 @@ class KVChecksumScheduler:
                 values = replica_checks(parts)[0]
             except ValueError:
                 raise NotComparable(Unverified.REPLICA_MISSING) from None
+            gone = given_up.get(group_id, 0)
             groups[group_id] = GroupChecksums(
                 send.fingerprint(group_id),
                 self._block_size(group_id),
-                start + given_up.get(group_id, 0),
-                values[given_up.get(group_id, 0) :],
+                start + gone,
+                values[gone:],
             )
         return KVChecksumPayload(send.blocks.num_tokens, self.tp_size, groups)
 
