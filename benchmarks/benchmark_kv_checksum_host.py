@@ -84,7 +84,7 @@ def steps_of_rows(requests: int, tokens: int) -> list[Step]:
         import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        from vllm.distributed.kv_transfer.kv_checksum.blocks import transferred_blocks
+        from vllm.distributed.kv_transfer.kv_checksum.blocks import sent_blocks
 
         spec = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
@@ -99,7 +99,7 @@ def steps_of_rows(requests: int, tokens: int) -> list[Step]:
             (
                 "P, D scheduler",
                 "blocks of the request",
-                lambda: [transferred_blocks(config, i, 0, tokens) for i in ids],
+                lambda: [sent_blocks(config, i, tokens) for i in ids],
             ),
         )
     return steps

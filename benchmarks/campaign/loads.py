@@ -18,11 +18,11 @@ import kv_checksum_hybrid as hybrid
 import kv_checksum_instances as rig
 import numpy as np
 import torch
+from kv_checksum_rig import loaded
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
-from vllm.distributed.kv_transfer.kv_checksum.blocks import running_state
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
     PAYLOAD_KINDS,
     LayerCache,
@@ -212,7 +212,8 @@ class Pair:
         chunks = []
         for group, ids in enumerate(block_ids):
             if group >= len(self.d.layers):
-                state = running_state(ids, self.d.scratch)
+                spec = self.d.kv_config.kv_cache_groups[group].kv_cache_spec
+                state = loaded.without_scratch(ids, spec)
                 chunks += [Chunk(req_id, group, state, 0, 1, end)] if state else []
                 continue
             first = -(-end // size) - len(ids)

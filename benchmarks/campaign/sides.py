@@ -9,6 +9,8 @@ from typing import Any
 
 import kv_checksum_utils as u
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.request import RequestStatus
 
 from vllm.distributed.kv_transfer.kv_checksum import (
@@ -60,6 +62,7 @@ class Side:
         self.groups, self.split = groups, split
         self.target = Target([[] for _ in groups], [])
         self.rows = self._block_tables(loads, random)
+        self.blocks: dict[str, KVCacheBlocks] = {}
         self.caches: list[Any] = []
         self.workers = [
             self._worker(stage, rank, random)
@@ -128,8 +131,16 @@ class Side:
         return KVChecksumScheduler(
             config,
             _Connector(),
-            SimpleNamespace(get_block_ids=self.rows.__getitem__),
+            self._cache_manager(),
             u.config(self.num_blocks, *whole),
+        )
+
+    def _cache_manager(self) -> SimpleNamespace:
+        """Block tables as vLLM keeps them; what is local has a hash."""
+        return SimpleNamespace(
+            get_block_ids=self.rows.__getitem__,
+            get_blocks=lambda req_id: self.blocks[req_id],
+            block_pool=SimpleNamespace(hash_block_size=self.split.block_size),
         )
 
     def write(self, loads: list[Load]) -> None:
@@ -144,6 +155,18 @@ class Side:
                         worker.indices, worker.covered, strict=True
                     ):
                         group.put(blocks, self.split, worker.rank, index, ids, content)
+
+    def _kv_cache_blocks(self, load: Load) -> KVCacheBlocks:
+        """The blocks of a load that starts; those before its first token are local."""
+        groups = []
+        for group, ids in zip(self.groups, self.rows[load.req_id], strict=True):
+            blocks = [KVCacheBlock(i) for i in ids]
+            if isinstance(group, Attention):
+                blocks = blocks[: -(-load.end // self.split.block_size)]
+                for block in blocks[: load.first_token // self.split.block_size]:
+                    block.set_block_hash(BlockHashWithGroupId(b"local"))
+            groups.append(blocks)
+        return KVCacheBlocks(tuple(groups))
 
     def _sum(self, finished: set[str] | None) -> Any:
         """One step of every worker; what the executor would hand to the scheduler."""
@@ -198,10 +221,12 @@ class Side:
                 request_id=load.req_id,
                 kv_transfer_params=params[load.req_id],
                 status=RequestStatus.WAITING_FOR_REMOTE_KVS,
+                _block_hasher=None,
             )
             for load in loads
         }
         for load in loads:
+            self.blocks[load.req_id] = self._kv_cache_blocks(load)
             self.checksums.add_recv(requests[load.req_id], load.first_token, load.end)
         summed = {r: load.blocks for r, load in self.checksums._recvs.items()}
         output = self._sum(set(requests))

@@ -44,6 +44,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "MC_FORCE_TCP": "1",
     "PYTHONHASHSEED": "0",
+    "KV_CHECKSUM_RIG_LOADED": "1",
     "VLLM_CACHE_ROOT": str(CACHE / "vllm-cache"),
 }
 

@@ -46,6 +46,8 @@ with base.cls("KVConnectorBase_V1") as c:
         ) -> KVChecksumCarrier | None:
             """How the request's KV checksums travel; None: it is not checksummed.
 
+            Of a load it is asked before update_state_after_alloc.
+
             Args:
                 request: the request that is sent or loaded.
                 receiving: whether this instance loads the request's KV.
@@ -67,8 +69,18 @@ with base.cls("KVConnectorBase_V1") as c:
             """
             raise NotImplementedError
 
-        # Why a connector that could store KV checksums does not, if it does not.
-        kv_checksums_not_stored: str | None = None
+        @classmethod
+        def _why_kv_checksums_not_stored(
+            cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig | None"
+        ) -> str | None:
+            """Why a connector that can store KV checksums does not, or None.
+
+            Args:
+                vllm_config: vLLM's configuration.
+                kv_cache_config: the KV cache groups; None if not planned yet.
+
+            """
+            return None
 
         def set_kv_checksum_worker(self, worker: "KVChecksumWorker") -> None:
             """Take the worker that sums KV blocks, before register_kv_caches.
@@ -86,6 +98,8 @@ with base.cls("KVConnectorBase_V1") as c:
             self, request: "Request"
         ) -> Collection[CacheHitSource]:
             """The cache tiers whose loads bring stored KV checksums back.
+
+            Asked before update_state_after_alloc.
 
             Args:
                 request: the request whose load starts.

@@ -3,7 +3,9 @@
 pydantic rejects unknown keys, so the fields must stand in vLLM's own class; their
 docstrings document them. ``vllm serve --help`` does not list a JSON argument's keys, so
 its text names them. Model Runner V1 has a list of
-what it does not support: checksums join it.
+what it does not support: checksums join it. What fail-closed refuses is refused before
+any connector starts a thread, so that the process ends: from the configuration, and,
+where it depends on the KV cache groups, before the workers get theirs.
 """
 
 from ..edits import Module, assign
@@ -44,6 +46,25 @@ with vllm_config.function("VllmConfig._get_v1_model_runner_unsupported_features"
         """,
     )
 
+with vllm_config.function("VllmConfig.__post_init__") as f:
+    f.after(
+        "self._post_init_kv_transfer_config()",
+        """
+        if self.kv_transfer_config and self.kv_transfer_config.kv_checksum_fail_closed:
+            from vllm.distributed.kv_transfer.kv_checksum import coverage
+
+            coverage.refuse_unchecked(self)
+        """,
+    )
+
+engine_core = Module("v1/engine/core.py")
+engine_core.imports("from vllm.distributed.kv_transfer.kv_checksum import coverage")
+with engine_core.function("EngineCore._initialize_kv_caches") as f:
+    f.after(
+        assign("scheduler_kv_cache_config"),
+        "coverage.refuse_unchecked(vllm_config, scheduler_kv_cache_config)",
+    )
+
 arguments = Module("engine/arg_utils.py")
 with arguments.function("EngineArgs.add_cli_args") as f:
     f.after(
@@ -57,4 +78,4 @@ with arguments.function("EngineArgs.add_cli_args") as f:
         """,
     )
 
-MODULES = [kv_transfer, vllm_config, arguments]
+MODULES = [kv_transfer, vllm_config, engine_core, arguments]

@@ -20,7 +20,7 @@ with connector.function("MooncakeStoreConnector.__init__") as f:
     f.after(
         assign("self._kv_cache_config"),
         """
-        self.kv_checksums_not_stored = kv_checksums.why_not_stored(
+        self._kv_checksums_not_stored = self._why_kv_checksums_not_stored(
             vllm_config, kv_cache_config
         )
         """,
@@ -28,14 +28,20 @@ with connector.function("MooncakeStoreConnector.__init__") as f:
 with connector.cls("MooncakeStoreConnector") as c:
     c.prepend(
         """
+        @classmethod
+        def _why_kv_checksums_not_stored(
+            cls, vllm_config: VllmConfig, kv_cache_config: "KVCacheConfig | None"
+        ) -> str | None:
+            return kv_checksums.why_not_stored(vllm_config, kv_cache_config)
+
         def set_kv_checksum_worker(self, worker: Any) -> None:
             store_worker = self.connector_worker
             store_worker.kv_checksums = kv_checksums.create_mooncake_store_checksums(
-                store_worker, worker, self.kv_checksums_not_stored
+                store_worker, worker, self._kv_checksums_not_stored
             )
 
         def get_kv_checksum_sources(self, request: Request) -> set[CacheHitSource]:
-            if self.kv_checksums_not_stored is not None:
+            if self._kv_checksums_not_stored is not None:
                 return set()
             return {self._cache_hit_source}
 

@@ -34,12 +34,28 @@ with scheduler.function("Scheduler.__init__") as f:
         """,
     )
 with scheduler.function("Scheduler.schedule") as f:
-    f.after(
-        "request.status = RequestStatus.WAITING_FOR_REMOTE_KVS",
+    f.before(
+        "if ext_tokens is None:",
         """
-        if self.kv_checksum is not None:
+        if self.kv_checksum is not None and not self.kv_checksum.admit(
+            request, ext_tokens, load_kv_async
+        ):
+            ext_tokens = 0
+        """,
+    )
+    f.after(
+        assign("new_blocks", keyword="new_computed_blocks"),
+        """
+        if (
+            self.kv_checksum is not None
+            and new_blocks is not None
+            and num_external_computed_tokens > 0
+        ):
             self.kv_checksum.add_recv(
-                request, num_new_local_computed_tokens, num_computed_tokens
+                request,
+                num_new_local_computed_tokens,
+                num_computed_tokens,
+                load_kv_async,
             )
         """,
     )
@@ -67,6 +83,7 @@ with scheduler.function("Scheduler.update_from_output") as f:
                 kv_connector_output,
                 self.requests,
                 failed_kv_load_req_ids | self.failed_recving_kv_req_ids,
+                scheduler_output.kv_checksum_scheduled,
             )
             failed_kv_load_req_ids.update(
                 self._handle_failed_recving(set(bad_kv_loads))

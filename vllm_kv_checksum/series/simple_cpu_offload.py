@@ -21,7 +21,7 @@ with connector.function("SimpleCPUOffloadConnector.__init__") as f:
     f.after(
         "super().__init__(vllm_config, role, kv_cache_config)",
         """
-        self.kv_checksums_not_stored = kv_checksums.why_not_stored(
+        self._kv_checksums_not_stored = self._why_kv_checksums_not_stored(
             vllm_config, kv_cache_config
         )
         """,
@@ -29,14 +29,20 @@ with connector.function("SimpleCPUOffloadConnector.__init__") as f:
 with connector.cls("SimpleCPUOffloadConnector") as c:
     c.prepend(
         """
+        @classmethod
+        def _why_kv_checksums_not_stored(
+            cls, vllm_config: VllmConfig, kv_cache_config: "KVCacheConfig | None"
+        ) -> str | None:
+            return kv_checksums.why_not_stored(vllm_config, kv_cache_config)
+
         def set_kv_checksum_worker(self, worker: Any) -> None:
             if self.worker_handler is not None:
                 self.worker_handler.kv_checksums = kv_checksums.create_block_region(
-                    worker, self._kv_cache_config, self.kv_checksums_not_stored
+                    worker, self._kv_cache_config, self._kv_checksums_not_stored
                 )
 
         def get_kv_checksum_sources(self, request: "Request") -> set[CacheHitSource]:
-            if self.kv_checksums_not_stored is not None:
+            if self._kv_checksums_not_stored is not None:
                 return set()
             return {self._cache_hit_source}
 

@@ -25,6 +25,18 @@ def log():
     logging.getLogger("vllm").removeHandler(handler)
 
 
+@pytest.fixture(autouse=True)
+def every_load_has_one_verdict():
+    """Holds for every instance of every test, whatever the test is about."""
+    import kv_checksum_instances
+
+    kv_checksum_instances.MADE.clear()
+    yield
+    for instance in kv_checksum_instances.MADE:
+        instance.assert_every_load_has_one_verdict()
+    kv_checksum_instances.MADE.clear()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     import kv_checksum_instances

@@ -6,7 +6,7 @@ real connector workers, the transfer (see `kv_checksum_transports`).
 """
 
 import json
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -15,6 +15,7 @@ import kv_checksum_transports as transports
 import kv_checksum_utils as u
 import numpy as np
 import torch
+from kv_checksum_rig import loaded
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -114,6 +115,10 @@ def vllm_config(
     return config
 
 
+MADE: list["Instance"] = []
+"""Every instance of the running test."""
+
+
 class Instance:
     """One vLLM instance: scheduler, and per (PP, TP) rank caches and a worker.
 
@@ -178,6 +183,7 @@ class Instance:
             log_stats=True,
         )
         self.hasher = get_request_block_hasher(block_size, sha256)
+        MADE.append(self)
         self.aggregator = KVOutputAggregator(tp * pp)
         self.results: dict[str, list] = {}
         self.stats: dict[str, int] = {}
@@ -189,6 +195,9 @@ class Instance:
         self.on_reports = lambda reports: None
         self.intercept_payloads()
         self.hold_loads = False
+        # Requests whose load no worker is asked to sum.
+        self.unsummed: list[str] = []
+        self.loads_compared = 0
         self.scheduled: list[tuple[str, int]] = []
 
     def token_specs(self, window):
@@ -285,7 +294,7 @@ class Instance:
 
     def step(self, producer=None):
         """Schedule a step and run the oldest; `producer` is where loads come from."""
-        self.steps.append(self.scheduler.schedule())
+        self.steps.append(self.schedule())
         if len(self.steps) <= self.steps_ahead:
             return None
         output = self.steps.popleft()
@@ -298,6 +307,30 @@ class Instance:
         per_worker = [self.runner_output(output, report) for report in reports]
         model_output = self.aggregator.aggregate(per_worker)
         return self.finish_step(output, model_output)
+
+    def schedule(self):
+        """Schedule a step; what it sums must be what its connector is told to load."""
+        output = self.scheduler.schedule()
+        if self.scheduler.kv_checksum is not None:
+            assert not loaded.differences(output, self.kv_config)
+            self.unsummed += loaded.unsummed(output, self.kv_config)
+            self.loads_compared += len(
+                loaded.loads_of(output.kv_connector_metadata, self.kv_config).by_request
+            )
+        return output
+
+    def assert_every_load_has_one_verdict(self):
+        """Loads started are those judged, failed, aborted or still under way."""
+        kv_checksum = self.scheduler.kv_checksum
+        if kv_checksum is None:
+            return
+        stats = Counter(self.stats) + kv_checksum._stats
+        judged = sum(n for key, n in stats.items() if key.startswith("loads:"))
+        ended = stats.get("loads_failed", 0) + stats.get("loads_aborted", 0)
+        under_way = len(kv_checksum._recvs)
+        assert stats.get("loads_started", 0) == judged + ended + under_way, stats
+        unchecked = ("no_carrier", "sync_load", "from_decode")
+        assert len(self.unsummed) <= sum(stats[f"unverified:{r}"] for r in unchecked)
 
     def runner_output(self, output, kv_output):
         ids = list(output.num_scheduled_tokens)

@@ -12,6 +12,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
     NixlBaseConnectorScheduler,
 )
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -23,8 +25,9 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm.distributed.kv_transfer.kv_checksum.blocks import (
     blocks_given_up,
+    loaded_blocks,
+    sent_blocks,
     summed_block_size,
-    transferred_blocks,
 )
 
 CELL = dict(num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -48,8 +51,27 @@ def config_of(*specs):
     return u.config(100, *((u.names(i), spec) for i, spec in enumerate(specs)))
 
 
-def chosen(specs, rows, first, tokens):
-    return transferred_blocks(config_of(*specs), rows, first, tokens)
+def sent(specs, rows, tokens):
+    return sent_blocks(config_of(*specs), rows, tokens)
+
+
+def held(rows, hashed=()):
+    """A request's blocks as vLLM holds them; those of `hashed` ids are local hits."""
+    groups = []
+    for row in rows:
+        blocks = [KVCacheBlock(i, is_null=i == 0) for i in row]
+        for block in blocks:
+            if block.block_id in hashed:
+                block.set_block_hash(BlockHashWithGroupId(b"local"))
+        groups.append(blocks)
+    return KVCacheBlocks(tuple(groups))
+
+
+def loaded(specs, rows, hashed, tokens):
+    """What D sums, and what NIXL is told to load."""
+    blocks = held(rows, hashed)
+    found = loaded_blocks(config_of(*specs), blocks, tokens)
+    return found, nixl_clip(specs, blocks.get_unhashed_block_ids_all_groups())
 
 
 def nixl_clip(specs, rows):
@@ -85,20 +107,64 @@ STATE_ROWS = {
 
 
 @pytest.mark.parametrize("case", STATE_ROWS)
-@pytest.mark.parametrize("first", [0, 64])
-def test_the_running_state_is_summed_at_position_0(case, first):
+def test_the_running_state_is_summed_at_position_0(case):
     row, scratch, running = STATE_ROWS[case]
     specs = (u.full_spec(), state_spec(scratch, case.split(",")[0]))
-    rows = (list(range(10, 30)), row)
-    found = chosen(specs, rows, first, 200)
-    assert u.groups_of(found.blocks)[1] == (0, [running])
-    assert found.blocks.groups[0][0] == first // 16
-    assert not found.unaligned and not found.left_out
+    rows = (list(range(10, 23)), row)
+    found = sent(specs, rows, 200)
+    assert u.groups_of(found.blocks) == {0: (0, rows[0]), 1: (0, [running])}
+    assert not found.left_out and not found.empty
     assert nixl_clip(specs, rows)[1][-1:] == [running]
+    found, nixl = loaded(specs, rows, {10, 11}, 200)
+    assert u.groups_of(found.blocks) == {0: (2, nixl[0]), 1: (0, nixl[1])}
+    assert nixl[1] == [running]
 
 
 def test_a_request_without_a_state_block_sums_none():
-    assert u.groups_of(chosen((state_spec(),), ([0, 0],), 0, 200).blocks) == {}
+    found = sent((state_spec(),), ([0, 0],), 200)
+    assert u.groups_of(found.blocks) == {} and found.empty == {0}
+    found, nixl = loaded((state_spec(),), ([0, 7],), {7}, 200)
+    assert u.groups_of(found.blocks) == {} and found.empty == {0} and not nixl[0]
+
+
+LAGGING = {
+    "all hit alike": ({1, 2, 3, 11, 12, 13}, (3, 3)),
+    "the window lags": ({1, 2, 3, 11}, (3, 1)),
+    "nothing of the window": ({1, 2, 3}, (3, 0)),
+    "full attention lags": ({1, 11, 12}, (1, 2)),
+    "nothing local": (set(), (0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", LAGGING)
+@pytest.mark.parametrize("window", [40, 1000])
+def test_every_group_begins_at_its_own_first_loaded_block(case, window):
+    """Case 1: vLLM's one count of local tokens is that of the furthest group."""
+    hashed, starts = LAGGING[case]
+    specs = (u.full_spec(), window_spec(window))
+    rows = (list(range(1, 8)), list(range(11, 18)))
+    found, nixl = loaded(specs, rows, hashed, 100)
+    in_window = -(-window // 16) + 1
+    starts = (starts[0], max(starts[1], 7 - in_window))
+    assert u.groups_of(found.blocks) == {
+        g: (starts[g], rows[g][starts[g] :]) for g in (0, 1)
+    }
+    assert [ids for _, ids in u.groups_of(found.blocks).values()] == list(nixl)
+
+
+def test_a_group_of_which_nothing_is_loaded_is_empty():
+    chunked = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **CELL)
+    rows = ([1, 2, 3, 4], [0, 0, 0, 0])
+    found, nixl = loaded((u.full_spec(), chunked), rows, (), 64)
+    assert set(found.blocks.groups) == {0} and found.empty == {1} and not nixl[1]
+    found = sent((u.full_spec(), chunked), rows, 64)
+    assert set(found.blocks.groups) == {0} and found.empty == {1}
+
+
+def test_a_local_block_behind_a_loaded_one_leaves_the_group_out():
+    found, nixl = loaded((u.full_spec(),), ([1, 2, 3, 4],), {2}, 64)
+    assert found.left_out == {0} and not found.blocks.groups
+    assert nixl == ([1, 3, 4],), "NIXL's pairs are off then"
 
 
 def test_states_count_as_one_token_whatever_their_block_size():
@@ -109,7 +175,7 @@ def test_states_count_as_one_token_whatever_their_block_size():
     cfg.kv_cache_groups[0].kv_cache_spec = wrapped
     assert summed_block_size(cfg, 0) == summed_block_size(cfg, 1) == 1
     assert summed_block_size(config_of(u.full_spec(block_size=32)), 0) == 32
-    assert u.groups_of(transferred_blocks(cfg, ([3], [4]), 0, 9).blocks)[0] == (0, [3])
+    assert u.groups_of(sent_blocks(cfg, ([3], [4]), 9).blocks)[0] == (0, [3])
 
 
 @pytest.mark.parametrize("window", [15, 16, 17, 40])
@@ -119,18 +185,22 @@ def test_windows_are_clipped_as_nixl_clips_them(window, block_size):
     tokens = 203
     number = -(-tokens // block_size)
     rows = (list(range(1, number + 1)), list(range(50, 63)))
-    start, ids = u.groups_of(chosen(specs, rows, 0, tokens).blocks)[0]
+    start, ids = u.groups_of(sent(specs, rows, tokens).blocks)[0]
     assert ids == list(nixl_clip(specs, rows)[0])
     assert start == number - len(ids)
     # Blocks behind the last token are no part of the transfer.
     longer = (rows[0] + [90, 91], rows[1])
-    assert u.groups_of(chosen(specs, longer, 0, tokens).blocks)[0] == (start, ids)
+    assert u.groups_of(sent(specs, longer, tokens).blocks)[0] == (start, ids)
+    found, nixl = loaded(specs, rows, (), tokens)
+    assert u.groups_of(found.blocks)[0] == (start, ids) == (start, list(nixl[0]))
+    found, _ = loaded(specs, longer, (), tokens)
+    assert u.groups_of(found.blocks)[0] == (start, ids)
 
 
 def test_leading_nulls_are_left_out_of_windows_and_chunks():
     chunked = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **CELL)
     rows = ([0, 0, 0, 5, 6], [0, 0, 3, 4, 7])
-    found = chosen((window_spec(64), chunked), rows, 0, 80)
+    found = sent((window_spec(64), chunked), rows, 80)
     assert u.groups_of(found.blocks) == {0: (3, [5, 6]), 1: (2, [3, 4, 7])}
     assert not found.left_out
 
@@ -138,7 +208,7 @@ def test_leading_nulls_are_left_out_of_windows_and_chunks():
 def test_blocks_given_up_since_they_were_summed():
     chunked = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **CELL)
     specs = (window_spec(64), chunked, u.full_spec(), state_spec())
-    summed = chosen(specs, ([0, 0, 3, 5, 6], [1, 2, 3, 4], [7, 8], [9]), 0, 80).blocks
+    summed = sent(specs, ([0, 0, 3, 5, 6], [1, 2, 3, 4], [7, 8], [9]), 80).blocks
     now = ([0, 0, 0, 5, 6], [0, 0, 0, 0], [7, 8], [0])
     given_up = blocks_given_up(config_of(*specs), lambda: now, summed)
     assert given_up == {0: 1, 1: 4}
@@ -148,7 +218,7 @@ def test_full_attention_with_a_recorded_window_is_not_clipped():
     """Without the hybrid allocator, window layers keep and transfer every block."""
     spec = u.full_spec(sliding_window=16)
     rows = (list(range(1, 9)),)
-    assert u.groups_of(chosen((spec,), rows, 0, 128).blocks) == {0: (0, rows[0])}
+    assert u.groups_of(sent((spec,), rows, 128).blocks) == {0: (0, rows[0])}
 
 
 @pytest.mark.parametrize(
@@ -159,15 +229,19 @@ def test_full_attention_with_a_recorded_window_is_not_clipped():
     ],
 )
 def test_a_group_with_a_null_inside_is_left_out(spec):
-    found = chosen((spec, u.full_spec()), ([3, 0, 5, 6], [1, 2, 8, 9]), 0, 64)
+    rows = ([3, 0, 5, 6], [1, 2, 8, 9])
+    found = sent((spec, u.full_spec()), rows, 64)
+    assert found.left_out == {0} and set(found.blocks.groups) == {1}
+    found, _ = loaded((spec, u.full_spec()), rows, (), 64)
     assert found.left_out == {0} and set(found.blocks.groups) == {1}
 
 
 def test_groups_of_different_block_sizes_start_at_their_own_positions():
     specs = (u.full_spec(block_size=16), u.full_spec(block_size=64))
-    found = chosen(specs, ([1, 2, 3, 4, 5, 6], [7, 8]), 48, 90)
-    assert u.groups_of(found.blocks) == {0: (3, [4, 5, 6]), 1: (0, [7, 8])}
-    assert found.unaligned == {1}
+    rows = ([1, 2, 3, 4, 5, 6], [7, 8])
+    found, nixl = loaded(specs, rows, {1, 2, 3, 4, 7}, 90)
+    assert u.groups_of(found.blocks) == {0: (4, [5, 6]), 1: (1, [8])}
+    assert list(nixl) == [[5, 6], [8]]
 
 
 def test_rings_are_chosen_but_no_worker_sums_them():
@@ -175,6 +249,6 @@ def test_rings_are_chosen_but_no_worker_sums_them():
     cfg = config_of(u.full_spec(), ring)
     caches = {u.names(i)[0]: u.random_cache(100, u.full_spec()) for i in range(2)}
     w = u.worker(cfg, caches)
-    found = transferred_blocks(cfg, ([1, 2], [9]), 0, 20)
+    found = sent_blocks(cfg, ([1, 2], [9]), 20)
     record = u.send_record(w, found.blocks)
     assert set(record.checksums["r"]) == {0} and set(record.skipped_groups) == {1}

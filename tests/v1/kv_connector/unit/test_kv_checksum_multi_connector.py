@@ -90,15 +90,18 @@ def multi(model, role, transport, children=None, **settings):
 
 def test_loads_go_by_the_route_of_their_connector(model, transport, log):
     p = multi(model, "kv_producer", transport)
-    d = multi(model, "kv_consumer", transport, kv_checksum_fail_closed=True)
-    assert any("FakeStore carries none between instances" in x for x in log)
+    d = multi(model, "kv_consumer", transport)
+    said = [x for x in log if "do not cover a connector: FakeStore" in x]
+    assert len(said) == 2  # once per instance
     load(p, d, 100)
     assert d.loads("verified") == 1
     stored = d.add("stored", tokens(100, 1), None, max_tokens=2)
     d.run(stored, p)
-    # The store's tokens are neither verified nor counted, and were not computed.
+    # Nobody checks the store's tokens, which were not computed here.
     assert sum(n for r, n in d.scheduled if r == "stored") == 100 - STORED + 1
-    assert sum(k.startswith("loads") for k in d.stats) == 1
+    assert d.stats["loads:unverified:none"] == d.stats["unverified:no_carrier"] == 1
+    (line,) = [x for x in log if "KV checksums not verified: no_carrier" in x]
+    assert "first for request stored, FakeStore; served as loaded" in line
     load(p, d, 100, "again", prompt=tokens(100, 2))
     assert d.loads("verified") == 2
     d.step(p)
@@ -122,7 +125,14 @@ def test_the_carrier_is_that_of_the_load_s_start(model):
 
 @pytest.mark.parametrize("fail_closed", [False, True])
 def test_sub_connectors_inherit_the_settings(model, fail_closed):
-    d = multi(model, "kv_consumer", "push", kv_checksum_fail_closed=fail_closed)
+    children = [_children("NixlPushConnector")[1]]
+    d = multi(
+        model,
+        "kv_consumer",
+        "push",
+        children,
+        kv_checksum_fail_closed=fail_closed,
+    )
     for inner in d.scheduler.connector._ktc_kv_transfer_config:
         assert inner.enable_kv_checksum
         assert inner.kv_checksum_fail_closed == fail_closed
@@ -147,15 +157,26 @@ def test_workers_merge_what_their_connectors_received():
 
 def test_without_any_carrier_it_is_refused(model, log):
     store = [_children("unused")[0]]
-    d = multi(model, "kv_consumer", "push", children=store)
-    assert d.scheduler.kv_checksum is None
+    multi(model, "kv_consumer", "push", children=store)
     (line,) = [x for x in log if x.startswith("WARNING KV checksums are off")]
-    assert "MultiConnector" in line
-    with pytest.raises(ValueError, match="kv_checksum_fail_closed"):
-        multi(
+    assert "FakeStore" in line
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_fail_closed_refuses_a_connector_whose_loads_nobody_checks(model, order):
+    """From the configuration, before a connector is made."""
+    with pytest.raises(ValueError) as error:
+        rig.vllm_config(
             model,
             "kv_consumer",
-            "push",
-            children=store,
+            kv_connector="MultiConnector",
             kv_checksum_fail_closed=True,
+            kv_connector_extra_config={
+                "connectors": [
+                    c | {"kv_role": "kv_both"}
+                    for c in _children("NixlConnector")[::order]
+                ]
+            },
         )
+    assert "FakeStore neither carries nor stores KV checksums" in str(error.value)
+    assert "or take FakeStore out" in str(error.value)

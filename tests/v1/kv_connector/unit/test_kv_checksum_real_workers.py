@@ -96,7 +96,7 @@ def test_loads_verify(pair):
         assert out.finish_reason == FinishReason.LENGTH
     assert right == [True] * len(lengths)
     assert d.loads("verified") == len(lengths) and d.stats["blocks_mismatched"] == 0
-    assert sum(k.startswith(("loads", "unverified")) for k in d.stats) == 1
+    assert sum(k.startswith(("loads:", "unverified")) for k in d.stats) == 1
 
 
 @pytest.mark.parametrize("sides", [("p_off", "d"), ("p", "d_off")])
@@ -141,7 +141,7 @@ def test_200_concurrent_requests(pair):
 
     real.run(p, d, forward_finished, timeout_s=60)
     assert d.loads("verified") == len(loads) == 200
-    assert sum(k.startswith(("loads", "unverified")) for k in d.stats) == 1
+    assert sum(k.startswith(("loads:", "unverified")) for k in d.stats) == 1
 
 
 def abort(instance, request):
@@ -188,7 +188,7 @@ def test_a_load_aborted_at_each_stage_leaves_nothing(pair, stage):
         d.transport.hold_loads = False
         real.run(p, d, lambda: reported)
     settle(p, d)
-    assert not any(k.startswith("loads") for k in d.stats)
+    assert not any(k.startswith("loads:") for k in d.stats)
 
 
 def test_an_error_response_carries_nothing(side, pair, monkeypatch):
@@ -214,7 +214,7 @@ def test_an_error_response_carries_nothing(side, pair, monkeypatch):
     sends = p.transport.worker.connector_worker.reqs_need_send
     for send in list(sends.values()):
         send.expire_time = 0.0
-    assert not any(k.startswith("loads") for k in d.stats)
+    assert not any(k.startswith("loads:") for k in d.stats)
 
 
 def damage_with(kind, others):

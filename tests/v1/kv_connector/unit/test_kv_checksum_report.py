@@ -80,12 +80,15 @@ def test_a_storm_is_counted_whole_and_shown_in_part(model, log, monkeypatch):
     kv_checksum, now = d.scheduler.kv_checksum, [0.0]
     kv_checksum._reporter = report.Reporter(lambda: now[0])
     monkeypatch.setattr(kv_checksum, "_judge", lambda *_: mismatch())
-    waiting = SimpleNamespace(status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+    waiting = SimpleNamespace(
+        status=RequestStatus.WAITING_FOR_REMOTE_KVS, _block_hasher=None
+    )
     log.clear()
     for step in range(10):
         now[0] = float(step)
         ids = {f"{step}-{n}" for n in range(100)}
         for req_id in ids:
+            kv_checksum._stats["loads_started"] += 1
             kv_checksum._recvs[req_id] = PendingLoad(
                 req_id, KVChecksumBlocks(1, {}), KVChecksumCarrier.CONNECTOR
             )

@@ -48,7 +48,7 @@ def test_correct_loads_verify(model, transport, p_split, d_split, window):
         _, out = load(p, d, number, f"r{number}", prompt=tokens(number, number))
         assert out.finish_reason == FinishReason.LENGTH
     assert d.loads("verified") == 6
-    assert sum(k.startswith(("loads", "unverified")) for k in d.stats) == 1
+    assert sum(k.startswith(("loads:", "unverified")) for k in d.stats) == 1
     assert d.stats["blocks_compared"] >= 6 and d.stats["blocks_mismatched"] == 0
     p.step()
     d.step(p)

@@ -22,13 +22,19 @@ def test_a_group_with_a_missing_block_inside_is_left_out_and_said(model, log):
     kv_checksum = d.scheduler.kv_checksum
     rows = {"r": ([0, 0, 5, 6],), "hole": ([4, 0, 6, 7],)}
     kv_checksum.kv_cache_manager = SimpleNamespace(get_block_ids=rows.get)
-    blocks = kv_checksum._transferred("r", 0, 64).blocks
-    assert u.groups_of(blocks) == {0: (2, [5, 6])} and not any(
-        "leave out" in x for x in log
-    )
+
+    def sent(req_id):
+        params = {"do_remote_decode": True}
+        kv_checksum.add_send(
+            u.Request(
+                request_id=req_id, kv_transfer_params=params, num_prompt_tokens=64
+            )
+        )
+        return u.groups_of(kv_checksum.build_checksum_meta().reqs_to_send[req_id])
+
+    assert sent("r") == {0: (2, [5, 6])} and not any("leave out" in x for x in log)
     for _ in range(2):
-        blocks = kv_checksum._transferred("hole", 0, 64).blocks
-        assert u.groups_of(blocks) == {}
+        assert sent("hole") == {}
     assert sum("leave out KV cache group 0" in x for x in log) == 1
 
 
@@ -124,7 +130,7 @@ def test_loads_known_bad_are_not_compared(model, transport):
     output = d.scheduler.schedule()
     failed = KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"})
     d.finish_step(output, d.runner_output(output, failed))
-    assert not any(k.startswith("loads") for k in d.stats)
+    assert not any(k.startswith("loads:") for k in d.stats)
     assert d.tables()["recvs"] == 0
 
 
@@ -135,7 +141,7 @@ def test_outputs_of_steps_that_scheduled_nothing(model):
     d.finish_step(output, d.runner_output(output, KVConnectorOutput()))
 
 
-def test_bidirectional_loads_are_neither_verified_nor_counted(model):
+def test_loads_from_a_decode_instance_are_unverified(model):
     """A second turn: P loads what D decoded (no checksums), D the whole prompt."""
     both = dict(bidirectional_kv_xfer=True, kv_recompute_threshold=0)
     p, d = pair(model, kv_connector_extra_config=both)
@@ -149,11 +155,10 @@ def test_bidirectional_loads_are_neither_verified_nor_counted(model):
     for _ in range(6):
         p.step(d)
         d.step(p)
-        assert p.tables()["recvs"] == 0
     assert second.is_finished() and sum(n for _, n in p.scheduled) < len(longer)
     d.run(d.add("turn2", longer, p.results["turn2"][-1].kv_transfer_params, 2), p)
     assert d.loads("verified") == 2
-    assert not any(k.startswith("loads") for k in p.stats)
+    assert p.stats["loads:unverified:none"] == p.stats["unverified:from_decode"] == 1
 
 
 def test_the_first_received_copy_counts_and_strangers_keep_nothing(model):
@@ -175,10 +180,10 @@ def test_another_connector_is_refused(model, log):
         kv_connector="ExampleConnector",
         kv_connector_extra_config={"shared_storage_path": "unused"},
     )
-    d = rig.Instance(model, "kv_both", **settings)
-    assert d.scheduler.kv_checksum is None
+    rig.Instance(model, "kv_both", **settings)
     (line,) = [x for x in log if x.startswith("WARNING KV checksums are off")]
     assert "ExampleConnector" in line and "enable_kv_checksum" in line
+    assert not any("KV checksums are on" in x for x in log)
     with pytest.raises(
         ValueError, match="(?s)kv_checksum_fail_closed.*ExampleConnector"
     ):

@@ -71,3 +71,74 @@ def test_what_counts_as_good_before_the_first_bad_block():
     verdict = LoadVerdict({0: group})
     assert [verdict.good_blocks(0, start) for start in (0, 1, 2)] == [0, 0, 2]
     assert LoadVerdict({0: GroupVerdict(2, 4)}).good_blocks(0, 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason"),
+    [
+        (100, 100, None),
+        (100, 97, Unverified.NUM_TOKENS),
+        (97, 100, Unverified.NUM_TOKENS),
+    ],
+)
+def test_a_state_is_that_of_one_token_count(theirs, ours, reason):
+    sums = GroupChecksums(1, 1, 0, values(1))
+    local = LocalGroup(1, 1, 0, [values(1)], is_state=True)
+    verdict = compare_group(sums, theirs, local, ours)
+    assert verdict.unverified is reason and verdict.compared == (reason is None)
+    local = LocalGroup(1, 1, 0, [values(1) + np.uint64(1)], is_state=True)
+    assert compare_group(sums, theirs, local, ours).positions == [0] * (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "our_tokens", "reason"),
+    [
+        (sent(7), 100, None),
+        (sent(7), 96, None),
+        # The last block holds other tokens on the two sides.
+        (sent(7), 98, Unverified.NUM_TOKENS),
+        # Fewer blocks than the tokens say.
+        (sent(6), 100, Unverified.NUM_TOKENS),
+        (GroupChecksums(1, 16, 2, values(7)[2:]), 100, Unverified.OTHER_BLOCKS),
+    ],
+    ids=["all", "whole blocks", "fewer tokens", "cut", "begins later"],
+)
+@pytest.mark.parametrize("bad", [False, True])
+def test_verified_means_that_every_loaded_block_was_compared(
+    theirs, our_tokens, reason, bad
+):
+    number = -(-our_tokens // 16)
+    sums = values(7)[1:number]
+    sums[2] += np.uint64(bad)
+    verdict = compare_group(theirs, 100, LocalGroup(1, 16, 1, [sums]), our_tokens)
+    assert verdict.unverified is reason
+    assert verdict.positions == [3] * bad
+    load = LoadVerdict({0: verdict})
+    assert load.outcome == (
+        "mismatch" if bad else "unverified" if reason else "verified"
+    )
+
+
+def test_of_a_window_the_producer_may_have_given_up_the_first_block():
+    """D's blocks of 32 tokens; P's of 16, the first of which had left its window."""
+    theirs = GroupChecksums(1, 16, 1, values(6)[1:])
+    sums = np.add.reduceat(values(6), [0, 2, 4])
+    verdict = compare_group(
+        theirs, 96, LocalGroup(1, 32, 0, [sums], is_window=True), 96
+    )
+    assert (verdict.first, verdict.compared, verdict.unverified) == (1, 2, None)
+    verdict = compare_group(theirs, 96, LocalGroup(1, 32, 0, [sums]), 96)
+    assert verdict.unverified is Unverified.OTHER_BLOCKS
+
+
+def test_a_state_s_first_bad_token_is_the_last_one():
+    verdict = LoadVerdict(
+        {
+            0: GroupVerdict(0, 9, [4, 7]),
+            1: GroupVerdict(0, 1, [0]),
+            2: GroupVerdict(0, 9),
+        }
+    )
+    first = {0: lambda p: 16 * p, 1: lambda p: 99, 2: lambda p: 0}
+    assert verdict.first_bad_token(lambda g, p: first[g](p)) == 64
+    assert LoadVerdict().first_bad_token(lambda g, p: 0) is None

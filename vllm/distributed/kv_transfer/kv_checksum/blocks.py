@@ -27,58 +27,106 @@ class TransferredBlocks:
 
     Attributes:
         blocks: what workers sum.
-        unaligned: groups whose first block also holds tokens before the range.
-        left_out: groups in which a block inside the range is missing.
+        left_out: groups whose blocks do not follow one another.
+        empty: groups of which the transfer brings nothing.
     """
 
     blocks: KVChecksumBlocks
-    unaligned: set[int] = field(default_factory=set)
     left_out: set[int] = field(default_factory=set)
+    empty: set[int] = field(default_factory=set)
 
 
-def transferred_blocks(
-    kv_cache_config: Any,
-    rows: Sequence[Sequence[int]],
-    first_token: int,
-    num_tokens: int,
+def sent_blocks(
+    kv_cache_config: Any, rows: Sequence[Sequence[int]], num_tokens: int
 ) -> TransferredBlocks:
-    """The blocks that hold tokens ``[first_token, num_tokens)``, per transfer group.
+    """Find what a producer transfers of tokens ``[0, num_tokens)``, per group.
 
-    Leading null blocks are left out, and sliding-window groups are clipped to
-    the last ``cdiv(window, block_size) + 1`` blocks, as NIXL and Mooncake do. Of a
-    group that holds states it is the block of the running state, at position 0:
-    connectors transfer it whatever prefix was found locally.
+    Leading null blocks are left out, and windows are clipped.
 
     Args:
         kv_cache_config: the KV cache groups.
         rows: the request's block ids, per group.
+        num_tokens: tokens of the request whose KV is computed.
     """
     found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
     for group_id in kv_cache_config.transfer_group_ids:
-        spec = group_spec(kv_cache_config, group_id)
+        spec, row = group_spec(kv_cache_config, group_id), rows[group_id]
         if isinstance(spec, MambaSpec):
-            state = running_state(rows[group_id], spec.num_speculative_blocks)
-            if state:
-                found.blocks.groups[group_id] = (0, state)
+            live = [block for block in row if block != _NULL_BLOCK]
+            _add_state(found, group_id, spec, live)
             continue
-        size = spec.block_size
-        end = min(len(rows[group_id]), -(-num_tokens // size))
-        start = first_token // size
-        if isinstance(spec, SlidingWindowSpec):
-            start = max(start, end - -(-spec.sliding_window // size) - 1)
-        ids = np.array(rows[group_id][start:end], np.int64)
+        row = row[: -(-num_tokens // spec.block_size)]
+        start = max(0, len(row) - _window_blocks(spec, len(row)))
+        ids = np.array(row[start:], np.int64)
         live = np.flatnonzero(ids != _NULL_BLOCK)
         if not live.size:
-            continue
-        start += int(live[0])
-        ids = ids[live[0] :]
-        if live.size != ids.size:
+            found.empty.add(group_id)
+        elif live.size != ids.size - live[0]:
             found.left_out.add(group_id)
-            continue
-        found.blocks.groups[group_id] = (start, ids)
-        if start * size < first_token:
-            found.unaligned.add(group_id)
+        else:
+            found.blocks.groups[group_id] = (start + int(live[0]), ids[live[0] :])
     return found
+
+
+def loaded_blocks(
+    kv_cache_config: Any, blocks: Any, num_tokens: int
+) -> TransferredBlocks:
+    """Find what a consumer loads of a request up to `num_tokens`, per group.
+
+    A block that has a hash was found in the local prefix cache; a connector loads
+    those that have none and are not null. So every group begins at its own first
+    block: vLLM counts the tokens that full attention holds as local while a window,
+    a draft model's layers or a state may lag behind them.
+
+    Args:
+        kv_cache_config: the KV cache groups.
+        blocks: the request's `KVCacheBlocks` when the load starts.
+        num_tokens: tokens of the request that are local or loaded.
+    """
+    found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
+    unhashed = blocks.get_unhashed_block_ids_all_groups()
+    for group_id in kv_cache_config.transfer_group_ids:
+        spec, ids = group_spec(kv_cache_config, group_id), unhashed[group_id]
+        if isinstance(spec, MambaSpec):
+            _add_state(found, group_id, spec, ids)
+            continue
+        row = blocks.blocks[group_id]
+        end = min(len(row), -(-num_tokens // spec.block_size))
+        # Nothing lies behind the last token of a load, but if, it is no part of it.
+        ids = ids[: max(0, len(ids) - (len(row) - end))]
+        ids = ids[len(ids) - _window_blocks(spec, len(ids)) :]
+        start = end - len(ids)
+        if not ids:
+            found.empty.add(group_id)
+        elif ids[0] != row[start].block_id:
+            found.left_out.add(group_id)
+        else:
+            found.blocks.groups[group_id] = (start, np.array(ids, np.int64))
+    return found
+
+
+def _window_blocks(spec: Any, number: int) -> int:
+    """How many of a group's last `number` blocks NIXL and Mooncake transfer."""
+    if not isinstance(spec, SlidingWindowSpec):
+        return number
+    return min(number, -(-spec.sliding_window // spec.block_size) + 1)
+
+
+def _add_state(
+    found: TransferredBlocks, group_id: int, spec: Any, ids: Sequence[int]
+) -> None:
+    """Add the block of the running state, at position 0.
+
+    Where states of earlier positions were kept, they come before it; behind it lie
+    up to `num_speculative_blocks` blocks for speculative tokens. NIXL transfers what
+    this leaves; Mooncake pairs the two sides' blocks from the end, scratch included,
+    so the running states meet.
+    """
+    state = clip_ssm_state_blocks(ids, spec.num_speculative_blocks)
+    if state:
+        found.blocks.groups[group_id] = (0, state)
+    else:
+        found.empty.add(group_id)
 
 
 def blocks_given_up(
@@ -94,11 +142,7 @@ def blocks_given_up(
     Args:
         rows: gives the request's block ids now, per group.
     """
-    windows = [
-        group_id
-        for group_id in blocks.groups
-        if isinstance(group_spec(kv_cache_config, group_id), _WINDOWED_SPECS)
-    ]
+    windows = [g for g in blocks.groups if gives_up_blocks(kv_cache_config, g)]
     given_up: dict[int, int] = {}
     if not windows:
         return given_up
@@ -111,22 +155,20 @@ def blocks_given_up(
     return given_up
 
 
-def running_state(row: Sequence[int], num_scratch: int) -> list[int]:
-    """The id of the block that holds a request's running state, or nothing.
-
-    Where states of earlier positions were kept, the row is indexed by position and
-    holds nulls; behind the running state lie up to `num_scratch` blocks for
-    speculative tokens. NIXL transfers what this leaves; Mooncake pairs the two
-    sides' blocks from the end, scratch included, so the running states meet.
-    """
-    live = [block for block in row if block != _NULL_BLOCK]
-    return clip_ssm_state_blocks(live, num_scratch)
-
-
 def group_spec(kv_cache_config: Any, group_id: int) -> Any:
     """A group's spec; of a group of several, the first (all are of one kind)."""
     spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
     return getattr(spec, "first_spec", spec)
+
+
+def gives_up_blocks(kv_cache_config: Any, group_id: int) -> bool:
+    """Whether requests give up blocks of the group that they have passed."""
+    return isinstance(group_spec(kv_cache_config, group_id), _WINDOWED_SPECS)
+
+
+def holds_states(kv_cache_config: Any, group_id: int) -> bool:
+    """Whether the group's blocks hold states instead of tokens."""
+    return isinstance(group_spec(kv_cache_config, group_id), MambaSpec)
 
 
 def summed_block_size(kv_cache_config: Any, group_id: int) -> int:
@@ -135,5 +177,7 @@ def summed_block_size(kv_cache_config: Any, group_id: int) -> int:
     So states are compared at any block sizes, and without the rule for the last
     block's tokens.
     """
-    spec = group_spec(kv_cache_config, group_id)
-    return STATE_BLOCK_SIZE if isinstance(spec, MambaSpec) else spec.block_size
+    if holds_states(kv_cache_config, group_id):
+        return STATE_BLOCK_SIZE
+    size: int = group_spec(kv_cache_config, group_id).block_size
+    return size

@@ -101,15 +101,22 @@ class KVChecksumScheduled:
 
     `reqs_to_send` are summed in this step; `reqs_to_recv` (loads from another
     instance) and `reqs_to_load` (loads from an offload tier) in the step that
-    reports their load finished.
+    reports their load finished. `sync_loads` are the numbers of loads that end with
+    this step itself; nobody sums them.
     """
 
     reqs_to_send: dict[str, KVChecksumBlocks] = field(default_factory=dict)
     reqs_to_recv: dict[str, KVChecksumBlocks] = field(default_factory=dict)
     reqs_to_load: dict[str, KVChecksumBlocks] = field(default_factory=dict)
+    sync_loads: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.reqs_to_send or self.reqs_to_recv or self.reqs_to_load)
+        return bool(
+            self.reqs_to_send
+            or self.reqs_to_recv
+            or self.reqs_to_load
+            or self.sync_loads
+        )
 
 
 @dataclass

@@ -39,7 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from .blocks import transferred_blocks
+from .blocks import loaded_blocks
 from .fault_damage import (
     KINDS,
     PAYLOAD_KINDS,
@@ -201,6 +201,12 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         logger.warning("%s is on for %s: %s", _SAYS, options["connector"], self._faults)
 
     @classmethod
+    def kv_checksum_wrapped_class(cls, vllm_config: Any) -> Any:
+        """The connector that does what is not defined here."""
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return wrapped_connector(extra_config)
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         real = wrapped_connector(extra_config)
@@ -244,11 +250,8 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         first = self._num_local.pop(request.request_id, 0)
         if num_external_tokens <= 0:
             return
-        loaded = transferred_blocks(
-            self._kv_cache_config,
-            blocks.get_block_ids(),
-            first,
-            first + num_external_tokens,
+        loaded = loaded_blocks(
+            self._kv_cache_config, blocks, first + num_external_tokens
         ).blocks
         groups = {
             group_id: (start, [int(block) for block in ids])

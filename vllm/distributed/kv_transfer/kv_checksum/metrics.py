@@ -14,7 +14,15 @@ from .verdict import LeftOut, Unverified
 
 VERDICTS = ("verified", "mismatch", "unverified")
 
+NO_CARRIER = "none"
+"""In place of the carrier of loads that bring no checksums."""
+
+_CARRIERS = (*(carrier.value for carrier in KVChecksumCarrier), NO_CARRIER)
+
 _PLAIN = {
+    "loads_started": "KV loads started.",
+    "loads_failed": "KV loads that their connector reported as failed.",
+    "loads_aborted": "KV loads whose request ended before they were judged.",
     "blocks_compared": "KV blocks compared with their producer's checksums.",
     "blocks_mismatched": "KV blocks that differed from their producer's checksums.",
     "failed": "Requests failed because of KV checksums.",
@@ -50,6 +58,11 @@ class KVChecksumProm:
             documentation="KV loads whose checksums could not be compared, by reason.",
             labelnames=[*labelnames, "reason"],
         )
+        unsent = counter_cls(
+            name="vllm:kv_checksum_unsent",
+            documentation="Finished prefills whose checksums were not sent, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
         left_out = counter_cls(
             name="vllm:kv_checksum_groups_left_out",
             documentation="KV cache groups left out of a request's checksums, by reason.",
@@ -74,12 +87,15 @@ class KVChecksumProm:
         self._gauges: dict[tuple[int, str], Any] = {}
         for index, values in per_engine_labelvalues.items():
             for verdict in VERDICTS:
-                for carrier in KVChecksumCarrier:
-                    self._counters[index, f"loads:{verdict}:{carrier.value}"] = (
-                        loads.labels(*values, verdict, carrier.value)
+                for carrier in _CARRIERS:
+                    self._counters[index, f"loads:{verdict}:{carrier}"] = loads.labels(
+                        *values, verdict, carrier
                     )
             for reason in Unverified:
                 self._counters[index, f"unverified:{reason.value}"] = unverified.labels(
+                    *values, reason.value
+                )
+                self._counters[index, f"unsent:{reason.value}"] = unsent.labels(
                     *values, reason.value
                 )
             for why in LeftOut:

@@ -39,7 +39,12 @@ _decoder = msgspec.msgpack.Decoder(dict[_Index, list[bytes]])
 
 
 def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this instance stores no checksums, or None."""
+    """Why this instance stores no checksums, or None.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: the KV cache groups, or None if they are not planned yet.
+    """
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum:
         return "enable_kv_checksum is off"
@@ -50,6 +55,8 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "values are shared between TP sizes (store_tp_size), not one rank's own"
     if options.get("custom_mem_pool"):
         return "the KV cache lies in a custom memory pool"
+    if kv_cache_config is None:
+        return None
     if kv_cache_config.hisparse_host_num_blocks is not None:
         return "the KV cache is host-resident in part"
     return why_whole_blocks_differ(kv_cache_config.prefix_cacheable_groups)

@@ -12,14 +12,14 @@ from typing import Any
 from .payload import KVChecksumCarrier
 
 
-def carries(connector: Any) -> bool:
-    """Whether `connector`, or one inside it, declares a carrier for any request."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    if inner := getattr(connector, "sub_connectors", None):
-        return any(map(carries, inner))
-    own = type(connector).kv_checksum_carrier
-    return own is not KVConnectorBase_V1.kv_checksum_carrier
+def serving_connector(connector: Any, request: Any) -> Any:
+    """The connector that loads `request`: the one chosen inside, or `connector`."""
+    while inner := getattr(connector, "sub_connectors", None):
+        chosen = connector._requests_to_connector.get(request.request_id)
+        if chosen is None:
+            break
+        connector = inner[chosen]
+    return connector
 
 
 def inherit_settings(outer: Any, inner: Any) -> None:

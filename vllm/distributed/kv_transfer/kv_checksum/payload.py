@@ -41,11 +41,11 @@ class KVChecksumCarrier(Enum):
     def of_request(self, request: Any, receiving: bool) -> "KVChecksumCarrier | None":
         """This carrier if a prefill of `request` is sent, or its result loaded.
 
-        None for a request that is neither, and for a load of a prefill instance
-        (``do_remote_decode`` set on a load).
+        None for a request that is neither, and for a load from a decode instance.
         """
-        params = transfer_params(request)
-        return None if bool(params.get("do_remote_decode")) == receiving else self
+        if receiving:
+            return None if is_from_decode(request) else self
+        return self if transfer_params(request).get("do_remote_decode") else None
 
 
 def transfer_params(request: Any) -> dict[str, Any]:
@@ -55,6 +55,25 @@ def transfer_params(request: Any) -> dict[str, Any]:
     """
     params = request.kv_transfer_params
     return params if isinstance(params, dict) else {}
+
+
+def is_from_decode(request: Any) -> bool:
+    """Whether a load that starts is of KV that a decode instance computed.
+
+    To be asked before the connector is told that the load starts: NIXL honours
+    ``do_remote_prefill`` before ``do_remote_decode``, and then clears it.
+    """
+    params = transfer_params(request)
+    decode, prefill = params.get("do_remote_decode"), params.get("do_remote_prefill")
+    return bool(decode) and not prefill
+
+
+def take_text(request: Any) -> object:
+    """Take the payload out of a request's ``kv_transfer_params``; None for nothing.
+
+    They go to every worker with the request, and nobody needs it there.
+    """
+    return transfer_params(request).pop(KV_TRANSFER_PARAMS_KEY, None)
 
 
 class PayloadVersionError(ValueError):

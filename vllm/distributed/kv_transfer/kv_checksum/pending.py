@@ -17,7 +17,7 @@ from .checksum import (
     ReplicaKey,
     add_records,
 )
-from .payload import KV_TRANSFER_PARAMS_KEY, KVChecksumCarrier, KVChecksumPayload
+from .payload import KVChecksumCarrier, KVChecksumPayload
 from .verdict import Unverified
 
 
@@ -35,7 +35,7 @@ class Pending:
 
     req_id: str
     blocks: KVChecksumBlocks
-    carrier: KVChecksumCarrier
+    carrier: KVChecksumCarrier | None
     records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
 
     def take(self, record: KVChecksumRecord) -> None:
@@ -99,14 +99,29 @@ class Pending:
 class PendingLoad(Pending):
     """A load in progress.
 
-    `unaligned` holds groups whose first loaded block also holds tokens computed
-    here; `params` the request's ``kv_transfer_params`` when the load started;
-    `received` the payload that its connector brought, the first copy.
+    Attributes:
+        params: the request's ``kv_transfer_params`` when the load started.
+        connector: the name of the connector that loads it.
+        unverified: why it will not be compared whatever comes, or None.
+        empty: groups of which it brings nothing.
+        text: the payload that `params` held.
+        received: the payload that its connector brought, the first copy.
     """
 
-    unaligned: set[int] = field(default_factory=set)
     params: dict[str, Any] = field(default_factory=dict)
+    connector: str = ""
+    unverified: Unverified | None = None
+    empty: set[int] = field(default_factory=set)
+    text: object = None
     received: bytes | None = None
+
+    @property
+    def may_be_offered_again(self) -> bool:
+        """Whether its connector would load the same once more for this request.
+
+        Loads of a prefill instance's KV are offered once.
+        """
+        return self.carrier in (None, KVChecksumCarrier.STORED)
 
     def payload(self) -> KVChecksumPayload | None:
         """What the producer sent, or None for nothing.
@@ -116,5 +131,4 @@ class PendingLoad(Pending):
         """
         if self.carrier is KVChecksumCarrier.CONNECTOR:
             return None if self.received is None else wire.decode(self.received)
-        text = self.params.get(KV_TRANSFER_PARAMS_KEY)
-        return None if text is None else wire.decode_text(text)
+        return None if self.text is None else wire.decode_text(self.text)

@@ -64,7 +64,12 @@ class Reporter:
             return
         reason = verdict.reason
         assert reason is not None
-        logger.debug("KV load of request %s not verified: %s", req_id, reason.value)
+        logger.debug(
+            "KV load of request %s not verified: %s %s",
+            req_id,
+            reason.value,
+            verdict.detail,
+        )
         self.warn_once(
             f"load:{reason.value}",
             "KV checksums not verified: %s (first for request %s, %s; %s)",

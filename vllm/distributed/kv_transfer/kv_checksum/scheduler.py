@@ -7,43 +7,41 @@ Producer: the step that finishes a prompt's KV asks the workers to sum it
 sum it once it arrives (`add_recv`); when every worker reports it finished, the
 sums are compared with the payload (`verify`), or with checksums that came back from
 an offload tier (`StoredLoads`).
+
+Every load that starts ends as one of: verified, mismatch, unverified, failed by its
+connector, aborted. The counters of these add up to that of loads started.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
 from . import payload as wire
-from .blocks import (
-    TransferredBlocks,
-    blocks_given_up,
-    summed_block_size,
-    transferred_blocks,
-)
+from .blocks import holds_states, loaded_blocks, sent_blocks, summed_block_size
 from .checksum import (
+    KVChecksumBlocks,
     KVChecksumRecord,
     KVChecksumScheduled,
     Skipped,
-    replica_checks,
 )
+from .comparison import Comparison
+from .coverage import declares
+from .metrics import NO_CARRIER
+from .multi_connector import serving_connector
 from .offload import why_whole_blocks_differ
-from .payload import (
-    KV_TRANSFER_PARAMS_KEY,
-    GroupChecksums,
-    KVChecksumCarrier,
-    KVChecksumPayload,
-)
+from .payload import KV_TRANSFER_PARAMS_KEY, KVChecksumCarrier
 from .pending import NotComparable, Pending, PendingLoad
+from .prefix_cache import disown
 from .report import Reporter, client_error, remote_engine, request_name
-from .stored_loads import StoredLoads, stores_checksums
-from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
+from .stored_loads import StoredLoads
+from .verdict import LeftOut, LoadVerdict, Unverified
 
 __all__ = ["KV_TRANSFER_PARAMS_KEY", "KVChecksumScheduler"]
 
@@ -72,8 +70,10 @@ class KVChecksumScheduler:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.fail_closed: bool = transfer.kv_checksum_fail_closed
         self.recompute: bool = transfer.kv_load_failure_policy == "recompute"
-        self.tp_size: int = parallel.tensor_parallel_size
-        self.num_workers: int = self.tp_size * parallel.pipeline_parallel_size
+        tp_size: int = parallel.tensor_parallel_size
+        self._comparison = Comparison(
+            kv_cache_config, tp_size, tp_size * parallel.pipeline_parallel_size
+        )
         self.connector = connector
         self.kv_cache_manager = kv_cache_manager
         self.kv_cache_config = kv_cache_config
@@ -86,31 +86,18 @@ class KVChecksumScheduler:
         # Not from 1: no record of a scheduler before this one has such a number.
         self._seqs = count(time.time_ns())
         self._scheduled = KVChecksumScheduled()
+        self._started: list[PendingLoad] = []
         self._sends: dict[str, Pending] = {}
         self._recvs: dict[str, PendingLoad] = {}
+        # Requests to be sent of whose prompt a part is not computed yet.
+        self._unsummed: set[str] = set()
+        self._declined: set[str] = set()
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
         self._skipped_groups: dict[int, str] = {}
         self._errors: dict[str, str] = {}
-        self._stored: StoredLoads | None = None
-        if stores_checksums(connector):
-            _, hash_block_size = resolve_kv_cache_block_sizes(
-                kv_cache_config, vllm_config
-            )
-            self._stored = StoredLoads(connector, kv_cache_config, hash_block_size)
-
-    def _transferred(
-        self, req_id: str, first_token: int, num_tokens: int
-    ) -> TransferredBlocks:
-        found = transferred_blocks(
-            self.kv_cache_config,
-            self.kv_cache_manager.get_block_ids(req_id),
-            first_token,
-            num_tokens,
-        )
-        for group_id in found.left_out:
-            self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
-        return found
+        self._hash_block_size: int = kv_cache_manager.block_pool.hash_block_size
+        self._stored = StoredLoads(connector, kv_cache_config, self._hash_block_size)
 
     def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
         self._stats[f"left_out:{reason.value}"] += 1
@@ -125,29 +112,70 @@ class KVChecksumScheduler:
 
     # ---- schedule()
 
-    def add_recv(self, request: Any, num_local_tokens: int, num_tokens: int) -> None:
-        """An asynchronous load of tokens ``[num_local_tokens, num_tokens)`` starts."""
-        carrier = self.connector.kv_checksum_carrier(request, True)
-        if carrier is None and self._stored is not None:
+    def admit(self, request: Any, num_tokens: int | None, is_async: bool) -> bool:
+        """Whether a request may load what its connector offers.
+
+        A load in the step that uses it cannot be kept from it, whatever comes of a
+        check; fail-closed, the request computes these tokens instead.
+        """
+        if is_async or not num_tokens or not self.fail_closed:
+            return True
+        req_id = request.request_id
+        if req_id not in self._declined:
+            self._declined.add(req_id)
+            name = type(serving_connector(self.connector, request)).__name__
+            verdict = LoadVerdict(unverified=Unverified.SYNC_LOAD)
+            self._stats["loads_started"] += 1
+            self._stats[f"loads:unverified:{NO_CARRIER}"] += 1
+            self._stats[f"unverified:{Unverified.SYNC_LOAD.value}"] += 1
+            self._stats["recomputed"] += 1
+            self._reporter.load(req_id, verdict, name, "computed instead of loaded")
+        return False
+
+    def add_recv(
+        self,
+        request: Any,
+        num_local_tokens: int,
+        num_tokens: int,
+        is_async: bool = True,
+    ) -> None:
+        """A load of tokens ``[num_local_tokens, num_tokens)`` starts.
+
+        To be called when its blocks are there, and before the connector is told.
+        """
+        req_id = request.request_id
+        connector = serving_connector(self.connector, request)
+        carrier = connector.kv_checksum_carrier(request, True)
+        unverified = None
+        if not is_async:
+            carrier, unverified = None, Unverified.SYNC_LOAD
+        elif carrier is None:
             if self._stored.covers(request, num_tokens - num_local_tokens):
                 carrier = KVChecksumCarrier.STORED
-        if carrier is None:
-            return
-        req_id = request.request_id
-        found = self._transferred(req_id, num_local_tokens, num_tokens)
-        found.blocks.seq = next(self._seqs)
-        if carrier is KVChecksumCarrier.STORED:
-            found.blocks.stored = True
-            self._scheduled.reqs_to_load[req_id] = found.blocks
-        else:
-            self._scheduled.reqs_to_recv[req_id] = found.blocks
-        self._recvs[req_id] = PendingLoad(
+            elif declares(type(connector), "kv_checksum_carrier"):
+                unverified = Unverified.FROM_DECODE
+            else:
+                unverified = Unverified.NO_CARRIER
+        load = PendingLoad(
             req_id,
-            found.blocks,
+            KVChecksumBlocks(num_tokens, {}),
             carrier,
-            unaligned=found.unaligned,
             params=wire.transfer_params(request),
+            connector=type(connector).__name__,
+            unverified=unverified,
         )
+        if unverified is None:
+            blocks = self.kv_cache_manager.get_blocks(req_id)
+            found = loaded_blocks(self.kv_cache_config, blocks, num_tokens)
+            for group_id in found.left_out:
+                self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
+            load.blocks, load.empty = found.blocks, found.empty
+        load.blocks.seq = next(self._seqs)
+        self._stats["loads_started"] += 1
+        if req_id in self._recvs:
+            self._stats["loads_aborted"] += 1
+        self._recvs[req_id] = load
+        self._started.append(load)
 
     def add_send(self, request: Any) -> None:
         """The step being scheduled finishes the KV of `request`'s prompt."""
@@ -155,28 +183,46 @@ class KVChecksumScheduler:
         if carrier is None:
             return
         req_id = request.request_id
-        blocks = self._transferred(req_id, 0, request.num_prompt_tokens).blocks
-        blocks.seq = next(self._seqs)
-        self._scheduled.reqs_to_send[req_id] = blocks
-        self._sends[req_id] = Pending(req_id, blocks, carrier)
+        rows = self.kv_cache_manager.get_block_ids(req_id)
+        found = sent_blocks(self.kv_cache_config, rows, request.num_prompt_tokens)
+        for group_id in found.left_out:
+            self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
+        found.blocks.seq = next(self._seqs)
+        self._scheduled.reqs_to_send[req_id] = found.blocks
+        self._sends[req_id] = Pending(req_id, found.blocks, carrier)
 
-    def after_schedule(self, output: Any, requests: dict[str, Any]) -> None:
+    def after_schedule(self, output: Any, requests: Mapping[str, Any]) -> None:
         """Find the prompts that this step finishes and fill in the step's request.
 
-        A request that was preempted while it decoded may resume behind its prompt, on
-        other blocks of the same prefix, with the KV of another computation.
+        Only requests that start in this step are looked at, and those that are to be
+        sent and still prefill. A request that was preempted while it decoded starts
+        again, on other blocks of the same prefix, with the KV of another computation.
         """
-        starting = {r.req_id for r in output.scheduled_new_reqs}
-        for req_id, scheduled in output.num_scheduled_tokens.items():
-            request = requests[req_id]
-            computed = request.num_computed_tokens
-            before = 0 if req_id in starting else computed - scheduled
-            if before < request.num_prompt_tokens <= computed:
-                self.add_send(request)
+        for new in output.scheduled_new_reqs:
+            request = requests[new.req_id]
+            wire.take_text(request)  # that of a prompt found locally as a whole
+            if self.connector.kv_checksum_carrier(request, False) is not None:
+                self._unsummed.add(new.req_id)
+        if self._unsummed:
+            for req_id in self._unsummed & output.num_scheduled_tokens.keys():
+                request = requests[req_id]
+                if request.num_prompt_tokens <= request.num_computed_tokens:
+                    self._unsummed.discard(req_id)
+                    self.add_send(request)
         output.kv_checksum_scheduled = self.build_checksum_meta()
 
     def build_checksum_meta(self) -> KVChecksumScheduled | None:
         """What the step asks of workers, or None for nothing; starts anew."""
+        for load in self._started:
+            load.text = load.params.pop(KV_TRANSFER_PARAMS_KEY, None)
+            if load.unverified is Unverified.SYNC_LOAD:
+                self._scheduled.sync_loads[load.req_id] = load.blocks.seq
+            elif load.carrier is KVChecksumCarrier.STORED:
+                load.blocks.stored = True
+                self._scheduled.reqs_to_load[load.req_id] = load.blocks
+            elif load.carrier is not None:
+                self._scheduled.reqs_to_recv[load.req_id] = load.blocks
+        self._started.clear()
         scheduled, self._scheduled = self._scheduled, KVChecksumScheduled()
         return scheduled or None
 
@@ -209,8 +255,9 @@ class KVChecksumScheduler:
     def verify(
         self,
         output: Any,
-        requests: dict[str, Any],
+        requests: Mapping[str, Any],
         known_failed: Iterable[str] = (),
+        scheduled: KVChecksumScheduled | None = None,
     ) -> dict[str, int]:
         """Judge the loads that finished; those that must fail.
 
@@ -218,43 +265,90 @@ class KVChecksumScheduler:
             output: the step's aggregated `KVConnectorOutput`, or None.
             requests: the scheduler's requests by id.
             known_failed: ids whose load is already known to have failed.
+            scheduled: what `build_checksum_meta` gave for the step.
 
         Returns:
             By request id, how many of its first tokens need no recompute.
         """
         bad: dict[str, int] = {}
-        if output is None or not self._recvs:
+        if not self._recvs:
             return bad
-        known_failed = {*known_failed, *(output.failed_recving or ())}
-        for req_id in known_failed:
-            load = self._recvs.pop(req_id, None)
-            if load is not None and load.blocks.stored and req_id in requests:
-                self._drop_stored(requests[req_id], load, None, output)
-        for req_id in output.finished_recving or ():
-            load = self._recvs.pop(req_id, None)
-            request = requests.get(req_id)
-            if (
-                load is None
-                or request is None
-                or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
-            ):
-                continue
-            verdict = self._judge(request, load)
-            self._count(verdict, load)
-            if verdict.outcome == "verified":
-                continue
-            source = remote_engine(load.params)
-            if load.blocks.stored:
-                source = f"store of {type(self.connector).__name__}"
-            kept = self._kept_tokens(load, verdict)
-            self._reporter.load(req_id, verdict, source, self._action(kept))
-            if self.fail_closed:
-                bad[req_id] = kept
-                if not self.recompute:
-                    self._errors[req_id] = client_error(verdict)
-                if load.blocks.stored:
-                    self._drop_stored(request, load, verdict, output)
+        failed = {*known_failed, *(getattr(output, "failed_recving", None) or ())}
+        for req_id in failed & self._recvs.keys():
+            self._give_up(req_id, requests, bad)
+        for req_id in getattr(output, "finished_recving", None) or ():
+            load = self._recvs.get(req_id)
+            if load is not None and load.unverified is not Unverified.SYNC_LOAD:
+                self._end(req_id, requests, bad)
+        for req_id, seq in scheduled.sync_loads.items() if scheduled else ():
+            load = self._recvs.get(req_id)
+            if load is not None and load.blocks.seq == seq:
+                self._end(req_id, requests, bad)
         return bad
+
+    def _give_up(
+        self, req_id: str, requests: Mapping[str, Any], bad: dict[str, int]
+    ) -> None:
+        """A load failed, as its connector reports: nothing of it is compared."""
+        load = self._recvs.pop(req_id)
+        self._stats["loads_failed"] += 1
+        request = requests.get(req_id)
+        if request is None or load.unverified is Unverified.SYNC_LOAD:
+            return
+        if load.blocks.stored or (self.fail_closed and load.may_be_offered_again):
+            self._stored.give_up(request)
+        if self.fail_closed and self.recompute:
+            # vLLM would keep what was loaded before the first block that failed.
+            bad[req_id] = 0
+
+    def _end(
+        self, req_id: str, requests: Mapping[str, Any], bad: dict[str, int]
+    ) -> None:
+        """A load finished: judge it, say and count it, and see to its consequences."""
+        load = self._recvs.pop(req_id)
+        request = requests.get(req_id)
+        is_sync = load.unverified is Unverified.SYNC_LOAD
+        if request is None or (
+            not is_sync and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+        ):
+            self._stats["loads_aborted"] += 1
+            return
+        verdict = self._judge(request, load)
+        for group_id, reason in verdict.left_out.items():
+            self._leave_out(req_id, group_id, reason)
+        self._count(verdict, load.carrier)
+        if verdict.outcome == "verified":
+            return
+        kept = self._kept_tokens(load, verdict)
+        self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
+        if load.blocks.stored and verdict.mismatched:
+            dropped = self._stored.drop_mismatched(request, verdict)
+            self._stats["stored_blocks_dropped"] += dropped
+        if self.fail_closed:
+            bad[req_id] = kept
+            if load.may_be_offered_again:
+                self._stored.give_up(request)
+            if not self.recompute:
+                self._errors[req_id] = client_error(verdict)
+        elif verdict.mismatched:
+            first = verdict.first_bad_token(partial(self._first_token, load))
+            assert first is not None
+            disown(request, first, self._hash_block_size)
+
+    def _first_token(self, load: PendingLoad, group_id: int, position: int) -> int:
+        """The first token of a block; a state is that of the last one."""
+        if holds_states(self.kv_cache_config, group_id):
+            return load.blocks.num_tokens - 1
+        return position * self._block_size(group_id)
+
+    @staticmethod
+    def _source(load: PendingLoad) -> str:
+        """Where a load came from."""
+        if load.blocks.stored:
+            return f"store of {load.connector}"
+        if load.unverified in (Unverified.NO_CARRIER, Unverified.SYNC_LOAD):
+            return load.connector
+        return remote_engine(load.params)
 
     def keep_verified(self, bad: dict[str, int], requests: dict[str, Any]) -> None:
         """Leave out of a recompute what `verify` found good.
@@ -272,16 +366,6 @@ class KVChecksumScheduler:
             return 0
         start, _ = load.blocks.groups[0]
         return verdict.good_blocks(0, start) * self._block_size(0)
-
-    def _drop_stored(
-        self, request: Any, load: PendingLoad, verdict: LoadVerdict | None, output: Any
-    ) -> None:
-        # Not for loads that are served all the same: their blocks may be stored
-        # again, and a bad block would then count as good.
-        assert self._stored is not None
-        self._stats["stored_blocks_dropped"] += self._stored.failed(
-            request, load.blocks, verdict, output.invalid_block_ids or ()
-        )
 
     def name_errors(self, outputs: Any) -> None:
         """Give the outputs of requests that fail in this step their reason.
@@ -307,21 +391,29 @@ class KVChecksumScheduler:
         Returns:
             `params`, with the payload where they carry it.
         """
-        self._recvs.pop(request.request_id, None)
-        send = self._sends.pop(request.request_id, None)
-        if send is None or request.status not in _SENT_STATUSES:
+        req_id = request.request_id
+        if self._recvs.pop(req_id, None) is not None:
+            self._stats["loads_aborted"] += 1
+        self._declined.discard(req_id)
+        self._unsummed.discard(req_id)
+        send = self._sends.pop(req_id, None)
+        if request.status not in _SENT_STATUSES:
             return params
-        by_connector = send.carrier is KVChecksumCarrier.CONNECTOR
-        if params is None and not by_connector:
+        carrier = self.connector.kv_checksum_carrier(request, False)
+        by_connector = carrier is KVChecksumCarrier.CONNECTOR
+        if carrier is None or (params is None and not by_connector):
             return params
         try:
-            payload = self._payload(send)
+            payload = self._comparison.make_payload(
+                send, lambda: self.kv_cache_manager.get_block_ids(req_id)
+            )
         except NotComparable as error:
+            self._stats[f"unsent:{error.reason.value}"] += 1
             self._reporter.warn_once(
                 f"sent:{error.reason.value}",
                 "KV checksums not sent: %s (first for request %s)",
                 error.reason.value,
-                request_name(request.request_id),
+                request_name(req_id),
             )
             return params
         if by_connector:
@@ -333,95 +425,18 @@ class KVChecksumScheduler:
         self._stats["payload_bytes"] += len(text)
         return {**(params or {}), KV_TRANSFER_PARAMS_KEY: text}
 
-    # ---- adding up
+    # ---- judging
 
     def _block_size(self, group_id: int) -> int:
         return summed_block_size(self.kv_cache_config, group_id)
 
-    def _payload(self, send: Pending) -> KVChecksumPayload:
-        send.check_reports(self.num_workers)
-        skipped = send.skipped()
-        given_up = blocks_given_up(
-            self.kv_cache_config,
-            lambda: self.kv_cache_manager.get_block_ids(send.req_id),
-            send.blocks,
-        )
-        groups = {}
-        for group_id, (start, _) in send.blocks.groups.items():
-            if group_id in skipped:
-                continue
-            parts = send.parts(group_id)
-            try:
-                # Check 0 adds copy 0 of every layer.
-                values = replica_checks(parts)[0]
-            except ValueError:
-                raise NotComparable(Unverified.REPLICA_MISSING) from None
-            gone = given_up.get(group_id, 0)
-            groups[group_id] = GroupChecksums(
-                send.fingerprint(group_id),
-                self._block_size(group_id),
-                start + gone,
-                values[gone:],
-            )
-        return KVChecksumPayload(send.blocks.num_tokens, self.tp_size, groups)
-
-    def _local_group(self, load: PendingLoad, group_id: int) -> LocalGroup | Unverified:
-        if group_id in load.unaligned:
-            return Unverified.UNALIGNED_START
-        try:
-            checks = replica_checks(load.parts(group_id))
-        except NotComparable as error:
-            return error.reason
-        except ValueError:
-            return Unverified.REPLICA_MISSING
-        return LocalGroup(
-            load.fingerprint(group_id),
-            self._block_size(group_id),
-            load.blocks.groups[group_id][0],
-            checks,
-        )
-
     def _judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
-        req_id = request.request_id
-        if self._stored is not None and load.blocks.stored:
-            return self._judge_stored(request, load)
+        if load.unverified is not None:
+            return LoadVerdict(unverified=load.unverified)
+        if not load.blocks.stored:
+            return self._comparison.judge(load)
         try:
-            payload = load.payload()
-        except wire.PayloadVersionError:
-            return LoadVerdict(unverified=Unverified.PAYLOAD_VERSION)
-        except ValueError as error:
-            name = request_name(req_id)
-            logger.debug("KV checksum payload of request %s: %s", name, error)
-            return LoadVerdict(unverified=Unverified.BAD_PAYLOAD)
-        if payload is None:
-            return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
-        try:
-            load.check_reports(self.num_workers)
-        except NotComparable as error:
-            return LoadVerdict(unverified=error.reason)
-        skipped = load.skipped()
-        if payload.tp_size != self.tp_size:
-            for group_id in load.equal_tp_groups() - skipped:
-                self._leave_out(req_id, group_id, LeftOut.TP_SIZES)
-                payload.groups.pop(group_id, None)
-                skipped.add(group_id)
-        local: dict[int, LocalGroup | Unverified | None] = {
-            group_id: self._local_group(load, group_id)
-            for group_id in load.blocks.groups
-            if group_id not in skipped
-        }
-        verdict = judge(payload, local, load.blocks.num_tokens)
-        for group_id, group in verdict.groups.items():
-            if group.compared and group.compared < len(load.blocks.groups[group_id][1]):
-                self._leave_out(req_id, group_id, LeftOut.PARTIAL_BLOCKS)
-        return verdict
-
-    def _judge_stored(self, request: Any, load: PendingLoad) -> LoadVerdict:
-        assert self._stored is not None
-        if load.unaligned:
-            return LoadVerdict(unverified=Unverified.UNALIGNED_START)
-        try:
-            load.check_reports(self.num_workers)
+            load.check_reports(self._comparison.num_workers)
         except NotComparable as error:
             return LoadVerdict(unverified=error.reason)
         records = list(load.records.values())
@@ -434,9 +449,10 @@ class KVChecksumScheduler:
         stats, self._stats = self._stats, Counter()
         return dict(stats) or None
 
-    def _count(self, verdict: LoadVerdict, load: PendingLoad) -> None:
+    def _count(self, verdict: LoadVerdict, carrier: KVChecksumCarrier | None) -> None:
         outcome = verdict.outcome
-        self._stats[f"loads:{outcome}:{load.carrier.value}"] += 1
+        name = NO_CARRIER if carrier is None else carrier.value
+        self._stats[f"loads:{outcome}:{name}"] += 1
         if outcome == "unverified" and verdict.reason is not None:
             self._stats[f"unverified:{verdict.reason.value}"] += 1
         self._stats["blocks_compared"] += verdict.num_compared

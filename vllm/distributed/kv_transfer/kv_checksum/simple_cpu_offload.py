@@ -17,7 +17,12 @@ logger = init_logger(__name__)
 
 
 def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this instance stores no checksums, or None."""
+    """Why this instance stores no checksums, or None.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: the KV cache groups, or None if they are not planned yet.
+    """
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum:
         return "enable_kv_checksum is off"
@@ -28,6 +33,8 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return "lazy_offload stores blocks whose positions are no longer known"
     if options.get("kv_offload_backend", "cpu") != "cpu":
         return "the disk backend takes regions of whole disk blocks alone"
+    if kv_cache_config is None:
+        return None
     groups = kv_cache_config.prefix_cacheable_groups
     if len({group.kv_cache_spec.block_size for group in groups}) > 1:
         return "KV cache groups have blocks of several sizes"

@@ -7,7 +7,7 @@ reported to the connector, and a request whose load failed is kept from the cach
 it would find the same blocks again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,6 @@ import numpy as np
 from .checksum import KVChecksumBlocks, KVChecksumRecord
 from .offload import block_checksum_tags, hashes_of_blocks
 from .verdict import MAX_SAMPLES, Difference, GroupVerdict, LoadVerdict, Unverified
-
-
-def stores_checksums(connector: Any) -> bool:
-    """Whether loads through `connector`, or one inside it, may bring checksums back."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    if inner := getattr(connector, "sub_connectors", None):
-        return any(map(stores_checksums, inner))
-    own = type(connector).get_kv_checksum_sources
-    return own is not KVConnectorBase_V1.get_kv_checksum_sources
-
-
-def why_not_stored(connector: Any) -> str | None:
-    """Why `connector`, or none of those inside it, stores checksums; or None."""
-    if inner := getattr(connector, "sub_connectors", None):
-        reasons = [why_not_stored(c) for c in inner if stores_checksums(c)]
-        return None if None in reasons else "; ".join(map(str, reasons))
-    reason: str | None = connector.kv_checksums_not_stored
-    return reason
 
 
 class StoredLoads:
@@ -87,41 +68,20 @@ class StoredLoads:
             verdict.unverified = Unverified.NO_PAYLOAD
         return verdict
 
-    def failed(
-        self,
-        request: Any,
-        blocks: KVChecksumBlocks,
-        verdict: LoadVerdict | None = None,
-        invalid_block_ids: Iterable[int] = (),
-    ) -> int:
-        """A load failed: have its bad blocks dropped; how many are.
-
-        Args:
-            verdict: what was found wrong, or None if the connector itself reports
-                the load as failed.
-            invalid_block_ids: the blocks that the connector reports; none: all.
-        """
-        if verdict is not None:
-            bad = {i: g.positions for i, g in verdict.groups.items()}
-        else:
-            invalid = np.fromiter(invalid_block_ids, np.int64)
-            bad = {
-                i: _positions(start, ids, invalid)
-                for i, (start, ids) in blocks.groups.items()
-            }
-        bad = {i: positions for i, positions in bad.items() if positions}
+    def drop_mismatched(self, request: Any, verdict: LoadVerdict) -> int:
+        """Have the blocks dropped that were compared and differ; how many are."""
+        bad = {i: g.positions for i, g in verdict.groups.items() if g.positions}
         if bad:
             self._connector.on_kv_checksum_failure(request, bad)
-        # Neither cache is asked again for this request: whatever the connector
-        # still holds, the recompute does not load it a second time.
-        request.skip_reading_prefix_cache = True
         return sum(map(len, bad.values()))
 
+    def give_up(self, request: Any) -> None:
+        """Let a request whose load failed ask neither cache again.
 
-def _positions(start: int, ids: Any, invalid: np.ndarray) -> list[int]:
-    found = np.isin(ids, invalid) if len(invalid) else np.ones(len(ids), bool)
-    positions: list[int] = (start + np.flatnonzero(found)).tolist()
-    return positions
+        Whatever the connector still holds, the recompute does not load it a second
+        time.
+        """
+        request.skip_reading_prefix_cache = True
 
 
 def compare_stored(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparing what a producer sent with what a consumer holds: pure functions.
 
-*verified* is said only of a group of which at least one block was compared and
-none differed. What cannot be compared is *unverified* with a reason from a fixed
-set, never verified.
+*verified* is said only of a load of which every loaded block of every group was
+compared and none differed. What cannot be compared is *unverified* with a reason from
+a fixed set, never verified.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -29,6 +30,12 @@ class Unverified(str, Enum):
     UNALIGNED_START = "unaligned_start"
     NOTHING_IN_COMMON = "nothing_in_common"
     NUM_TOKENS = "num_tokens"
+    NO_CARRIER = "no_carrier"
+    """The connector that loaded it neither carries nor stores checksums."""
+    SYNC_LOAD = "sync_load"
+    """It was loaded in the step that used it."""
+    FROM_DECODE = "from_decode"
+    """A decode instance sent it, which sums nothing."""
 
 
 class LeftOut(str, Enum):
@@ -39,8 +46,8 @@ class LeftOut(str, Enum):
     TP_SIZES = "tp_sizes"
     """It is not known how TP splits the group, and the TP sizes differ."""
     PARTIAL_BLOCKS = "partial_blocks"
-    """A block at an end of the load holds tokens that the producer did not send, or
-    lacks tokens that it summed; the others were compared."""
+    """The first block of a window holds tokens that had left the producer's; the
+    others were compared."""
 
 
 @dataclass
@@ -50,12 +57,16 @@ class LocalGroup:
     Attributes:
         start: position of the first loaded block.
         checks: one uint64 array of shape ``(positions,)`` per replica check.
+        is_state: a block holds a state, which is valid for one token count alone.
+        is_window: the producer may have given up blocks that it has passed.
     """
 
     fingerprint: int
     block_size: int
     start: int
     checks: list[np.ndarray]
+    is_state: bool = False
+    is_window: bool = False
 
 
 @dataclass
@@ -86,10 +97,19 @@ class GroupVerdict:
 
 @dataclass
 class LoadVerdict:
-    """Outcome for one load."""
+    """Outcome for one load.
+
+    Attributes:
+        groups: outcome per group that was to be compared.
+        unverified: why the load as a whole was not compared, or None.
+        left_out: groups, or parts of them, that stay out of the verdict.
+        detail: more about `unverified`, for whoever looks into it.
+    """
 
     groups: dict[int, GroupVerdict] = field(default_factory=dict)
     unverified: Unverified | None = None
+    left_out: dict[int, LeftOut] = field(default_factory=dict)
+    detail: str = ""
 
     @property
     def mismatched(self) -> bool:
@@ -106,6 +126,15 @@ class LoadVerdict:
             if not group.compared:
                 return Unverified.NOTHING_IN_COMMON
         return None if self.groups else Unverified.NOTHING_IN_COMMON
+
+    def first_bad_token(self, first_token: Callable[[int, int], int]) -> int | None:
+        """The first token whose KV differs in some group, or None if none does.
+
+        Args:
+            first_token: the first token of a block, by group id and position.
+        """
+        bad = {i: g.positions for i, g in self.groups.items() if g.positions}
+        return min((first_token(i, at[0]) for i, at in bad.items()), default=None)
 
     def good_blocks(self, group_id: int, start: int) -> int:
         """Blocks of a group before the first that differs.
@@ -178,9 +207,17 @@ def judge(
 def compare_group(
     theirs: GroupChecksums, their_tokens: int, ours: LocalGroup, our_tokens: int
 ) -> GroupVerdict:
-    """Compare one group position by position, in chunks of the larger block size."""
+    """Compare one group position by position, in chunks of the larger block size.
+
+    A group that does not differ is unverified unless every loaded block was compared,
+    but for the first of a window.
+    """
     if theirs.fingerprint != ours.fingerprint:
         return GroupVerdict(unverified=Unverified.FINGERPRINT)
+    if ours.is_state and their_tokens != our_tokens:
+        return GroupVerdict(unverified=Unverified.NUM_TOKENS)
+    if ours.is_state and theirs.block_size != ours.block_size:
+        return GroupVerdict(unverified=Unverified.BLOCK_SIZES)
     large = max(theirs.block_size, ours.block_size)
     if large % theirs.block_size or large % ours.block_size:
         return GroupVerdict(unverified=Unverified.BLOCK_SIZES)
@@ -205,6 +242,11 @@ def compare_group(
     differs = found != expected
     bad = np.flatnonzero(differs.any(axis=0))
     last = -(-our_tokens // ours.block_size)
+    unverified = None
+    if high * ratio < ours.start + len(ours.checks[0]):
+        unverified = Unverified.NUM_TOKENS
+    elif low * ratio > ours.start and not ours.is_window:
+        unverified = Unverified.OTHER_BLOCKS
     # A chunk may be far longer than the request: the producer names its block size.
     in_chunk = np.arange(min(ratio, last))
     positions = ((low + bad)[:, None] * ratio + in_chunk).ravel()
@@ -221,6 +263,7 @@ def compare_group(
         min((high - low) * ratio, last - low * ratio),
         positions[positions < last].tolist(),
         samples,
+        unverified,
     )
 
 

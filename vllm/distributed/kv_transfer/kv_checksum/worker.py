@@ -24,6 +24,7 @@ from .checksum import (
     KVChecksumRecord,
     KVChecksumScheduled,
 )
+from .coverage import sums_blocks
 from .groups import build_group, describe_group
 from .layout import (
     GroupView,
@@ -381,8 +382,8 @@ def _prepare_function(device: torch.device) -> _Prepare:
 def create_kv_checksum_worker(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> KVChecksumWorker | None:
-    """The worker's part, or None if checksums are off."""
-    if not vllm_config.kv_transfer_config.enable_kv_checksum:
+    """Create the worker's part, or None if no load needs sums."""
+    if not sums_blocks(vllm_config, kv_cache_config):
         return None
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 

@@ -1,0 +1,189 @@
+"""Holds what is summed of a load against what its connector was told to load.
+
+The truth is the connector's own metadata of the step: the block ids that NIXL (pull and push), Mooncake, the
+Mooncake store and SimpleCPUOffloadConnector hand to their workers. Nothing of the feature is asked what was loaded.
+
+``apply`` does it in every step of a running server, if ``KV_CHECKSUM_RIG_LOADED=1`` is in the environment: a
+difference is one error line that begins with ``DIFFERS``, the first load that was compared one line ``COMPARED``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from kv_checksum_rig.on_import import on_import
+
+VARIABLE = "KV_CHECKSUM_RIG_LOADED"
+DIFFERS = "KV CHECKSUM RIG: summed is not loaded"
+COMPARED = "KV CHECKSUM RIG: loads are held against their connector's metadata"
+
+# A child of vLLM's logger, so that it stands in the server's log.
+logger = logging.getLogger("vllm.kv_checksum_rig")
+
+
+@dataclass
+class Loads:
+    """What one step's metadata tells connectors to load.
+
+    ``by_request`` holds block ids per request id and KV cache group id. Some connectors name no request:
+    ``together`` holds the blocks of all of theirs.
+    """
+
+    by_request: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    together: list[int] = field(default_factory=list)
+    requests_together: list[str] = field(default_factory=list)
+
+    def add(self, req_id: str, groups: dict[int, list[int]]) -> None:
+        """Note a request that loads any block."""
+        if any(groups.values()):
+            self.by_request[req_id] = groups
+
+
+def loads_of(metadata: Any, kv_cache_config: Any) -> Loads:
+    """Read what a step's connector metadata tells workers to load."""
+    found = Loads()
+    _read(metadata, kv_cache_config, found)
+    return found
+
+
+def _read(metadata: Any, config: Any, found: Loads) -> None:
+    kind = type(metadata).__name__
+    transferred = list(config.transfer_group_ids)
+    if kind == "MultiKVConnectorMetadata":
+        for child in metadata.metadata:
+            _read(child, config, found)
+    elif kind == "NixlConnectorMetadata":
+        for req_id, meta in metadata.reqs_to_recv.items():
+            ids = meta.local_block_ids
+            found.add(req_id, dict(zip(transferred, map(list, ids), strict=False)))
+    elif kind == "MooncakeConnectorMetadata":
+        for pulls in metadata.reqs_to_recv.values():
+            for req_id, pull in pulls.items():
+                ids = map(list, pull.local_block_ids)
+                found.add(req_id, dict(zip(transferred, ids, strict=False)))
+    elif kind == "MooncakeStoreConnectorMetadata":
+        _read_store(metadata, config, found)
+    elif kind == "SimpleCPUOffloadMetadata":
+        found.together += metadata.load_gpu_blocks
+        for requests in metadata.load_event_to_reqs.values():
+            found.requests_together += requests
+
+
+def _read_store(metadata: Any, config: Any, found: Loads) -> None:
+    groups = list(config.prefix_cacheable_group_ids)
+    for request in metadata.requests:
+        load = request.load_spec
+        if load is None or not load.can_load:
+            continue
+        blocks = {}
+        for index, group_id in enumerate(groups):
+            size = config.kv_cache_groups[group_id].kv_cache_spec.block_size
+            start = load.vllm_cached_tokens // size
+            stop = load.kvpool_cached_tokens // size
+            blocks[group_id] = list(request.block_ids[index][start:stop])
+        found.add(request.req_id, blocks)
+
+
+def without_scratch(ids: list[int], spec: Any) -> list[int]:
+    """Leave the running state of a group's loaded blocks, other groups as they are.
+
+    Mooncake transfers a state's scratch blocks for speculative tokens too, which hold nothing of the request.
+    """
+    scratch = getattr(spec, "num_speculative_blocks", None)
+    if scratch is None or not ids:
+        return ids
+    return ids[: max(1, len(ids) - scratch)][-1:]
+
+
+def differences(output: Any, kv_cache_config: Any) -> list[str]:
+    """Compare, group by group, what a step loads with what it asks workers to sum.
+
+    Loads that nobody checks (another connector, or from a decode instance) are asked of no worker; who knows
+    that there are none looks at ``unsummed``.
+    """
+    loads = loads_of(output.kv_connector_metadata, kv_cache_config)
+    summed = _summed(output)
+    found = []
+    for req_id, groups in loads.by_request.items():
+        if req_id not in summed:
+            continue
+        for group_id, (start, ids) in summed[req_id].items():
+            spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
+            expected = without_scratch(groups.get(group_id, []), spec)
+            if expected != ids:
+                found.append(
+                    f"{req_id} group {group_id}: loaded {expected}, summed {ids} from position {start}"
+                )
+        for group_id in groups.keys() - summed[req_id].keys():
+            if groups[group_id]:
+                found.append(
+                    f"{req_id} group {group_id}: loaded {groups[group_id]}, summed none"
+                )
+    known = {*loads.by_request, *loads.requests_together}
+    found += [f"{r}: summed and not loaded" for r in summed.keys() - known]
+    together = [
+        block
+        for req_id in loads.requests_together
+        for _, ids in summed.get(req_id, {}).values()
+        for block in ids
+    ]
+    if loads.together and together and sorted(loads.together) != sorted(together):
+        found.append(
+            f"{loads.requests_together}: loaded {loads.together}, summed {together}"
+        )
+    return found
+
+
+def unsummed(output: Any, kv_cache_config: Any) -> list[str]:
+    """Name the requests that load something of which a step asks no worker for a sum."""
+    loads = loads_of(output.kv_connector_metadata, kv_cache_config)
+    return sorted(
+        {*loads.by_request, *loads.requests_together} - _summed(output).keys()
+    )
+
+
+def _summed(output: Any) -> dict[str, dict[int, tuple[int, list[int]]]]:
+    scheduled = output.kv_checksum_scheduled
+    if scheduled is None:
+        return {}
+    return {
+        req_id: {
+            g: (start, [int(i) for i in ids])
+            for g, (start, ids) in blocks.groups.items()
+        }
+        for asked in (scheduled.reqs_to_recv, scheduled.reqs_to_load)
+        for req_id, blocks in asked.items()
+    }
+
+
+def apply() -> None:
+    """Compare in every step of this process's schedulers, if the environment asks for it."""
+    if os.environ.get(VARIABLE) == "1":
+        on_import("vllm.v1.core.sched.scheduler", _compare_every_step)
+
+
+def _compare_every_step(module: ModuleType) -> None:
+    cls: Any = module.Scheduler  # type: ignore[attr-defined]
+    stock = cls.schedule
+    if getattr(stock, "kv_checksum_rig", False):
+        return
+    said: list[str] = []
+
+    @functools.wraps(stock)
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(self, *args, **kwargs)
+        if self.kv_checksum is not None and output.kv_connector_metadata is not None:
+            for line in differences(output, self.kv_cache_config):
+                logger.error("%s: %s", DIFFERS, line)
+            if not said and _summed(output):
+                said.append("once")
+                logger.info(COMPARED)
+        return output
+
+    schedule.kv_checksum_rig = True  # type: ignore[attr-defined]
+    cls.schedule = schedule

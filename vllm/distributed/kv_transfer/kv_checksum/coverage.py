@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which connectors' loads are checked in a configuration, and what is refused.
+
+Told from the configuration alone, so that what `kv_checksum_fail_closed` refuses is
+refused before any connector exists. What depends on the KV cache groups is known once
+they are planned, and asked again then.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .offload import why_not_parallel
+
+
+@dataclass(frozen=True)
+class ConnectorCoverage:
+    """What is known of one connector, or of one inside a MultiConnector.
+
+    Attributes:
+        name: its class.
+        not_checked: why nobody checks what it loads, or None.
+    """
+
+    name: str
+    not_checked: str | None
+
+
+def declares(connector_class: type, method: str) -> bool:
+    """Whether a connector's class has a method of its own in place of the default."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return getattr(connector_class, method) is not getattr(KVConnectorBase_V1, method)
+
+
+def connector_coverage(
+    vllm_config: Any, kv_cache_config: Any = None
+) -> list[ConnectorCoverage]:
+    """Tell for every connector of a configuration whether its loads are checked.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: the KV cache groups, or None if they are not planned yet.
+    """
+    return [
+        ConnectorCoverage(c.__name__, _why_not_checked(c, config, kv_cache_config))
+        for c, config in _connector_classes(vllm_config)
+    ]
+
+
+def _connector_classes(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
+    """The connectors' classes with their configurations, those inside others alone."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    found = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+    pending: list[tuple[Any, Any]] = [(found, vllm_config)]
+    while pending:
+        connector_class, config = pending.pop(0)
+        if wrapped := getattr(connector_class, "kv_checksum_wrapped_class", None):
+            pending.insert(0, (wrapped(config), config))
+        elif inner := getattr(
+            connector_class, "_get_connector_classes_and_configs", None
+        ):
+            pending = [*inner(config), *pending]
+        else:
+            yield connector_class, config
+
+
+def _why_not_checked(
+    connector_class: Any, vllm_config: Any, kv_cache_config: Any
+) -> str | None:
+    name = connector_class.__name__
+    if declares(connector_class, "kv_checksum_carrier"):
+        return None
+    if not declares(connector_class, "get_kv_checksum_sources"):
+        return f"{name} neither carries nor stores KV checksums"
+    reason = connector_class._why_kv_checksums_not_stored(vllm_config, kv_cache_config)
+    return reason and f"{name} stores no KV checksums: {reason}"
+
+
+def why_off(vllm_config: Any) -> str | None:
+    """Why checksums cannot work at all in this configuration, or None."""
+    parallel = vllm_config.parallel_config
+    if (reason := why_not_parallel(parallel)) is not None:
+        return reason
+    if parallel.distributed_executor_backend == "external_launcher" and (
+        parallel.world_size > 1
+    ):
+        return "with the external launcher each rank sees its own worker only"
+    return None
+
+
+def sums_blocks(vllm_config: Any, kv_cache_config: Any = None) -> bool:
+    """Whether checksums are on and any connector needs sums."""
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.enable_kv_checksum or why_off(vllm_config) is not None:
+        return False
+    coverage = connector_coverage(vllm_config, kv_cache_config)
+    return any(connector.not_checked is None for connector in coverage)
+
+
+def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
+    """Refuse with `kv_checksum_fail_closed` what can bring loads that nobody checks.
+
+    Raises:
+        ValueError: such a set-up; the message names the connector and what to change.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or not transfer.kv_checksum_fail_closed:
+        return
+    reasons = [why_off(vllm_config)]
+    advice = "use a set-up that KV checksums support"
+    if reasons == [None]:
+        coverage = connector_coverage(vllm_config, kv_cache_config)
+        reasons = [connector.not_checked for connector in coverage]
+        unchecked = [c.name for c in coverage if c.not_checked is not None]
+        advice = f"take {', '.join(unchecked)} out of the configuration"
+    if found := [reason for reason in reasons if reason is not None]:
+        raise ValueError(
+            f"kv_checksum_fail_closed is set, but {'; '.join(found)}: loads that nobody "
+            f"checks would fail. Unset kv_checksum_fail_closed in --kv-transfer-config, "
+            f"or {advice}."
+        )

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeping bad KV that is served all the same away from later requests.
+
+Prefix caches and stores find KV by the hashes of a request's blocks. From the first
+bad block on, the request gets hashes that no other request can have: whatever is
+cached or stored of it from then on, in any group and by any connector, is found by
+none.
+"""
+
+import os
+from hashlib import blake2b
+from typing import Any
+
+_SALT_BYTES = 16
+
+
+def disown(request: Any, first_bad_token: int, hash_block_size: int) -> None:
+    """Give a request's blocks from `first_bad_token` on hashes of their own.
+
+    To be called before the blocks are cached. Hashes are chained, so those of blocks
+    that become full later follow.
+
+    Args:
+        request: the scheduler's request.
+        first_bad_token: the first token whose KV is bad.
+        hash_block_size: tokens per block hash of a request.
+    """
+    hasher = request._block_hasher
+    if hasher is None:
+        return  # nothing is cached
+    salt = os.urandom(_SALT_BYTES)
+
+    def salted(request: Any) -> list[bytes]:
+        return [
+            blake2b(h, digest_size=len(h), key=salt).digest() for h in hasher(request)
+        ]
+
+    request._block_hasher = salted
+    del request.block_hashes[first_bad_token // hash_block_size :]
+    request.update_block_hashes()
