@@ -23,9 +23,14 @@ class MooncakeStore:
     """One master and a client of it; use as a context manager.
 
     Keys are built as vLLM builds them: `key` of a model, a rank and a block hash.
+
+    Args:
+        log_dir: where the master's log goes.
+        flags: further flags of the master.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, flags: Sequence[str] = ()) -> None:
+        self._flags = flags
         self._port, self._metrics_port = free_port(), free_port()
         self._log_dir = log_dir
         self._config = log_dir / "mooncake.json"
@@ -47,6 +52,7 @@ class MooncakeStore:
                     f"-rpc_port={self._port}",
                     f"-rpc_address={HOST}",
                     f"-metrics_port={self._metrics_port}",
+                    *self._flags,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -54,6 +60,11 @@ class MooncakeStore:
                 start_new_session=True,
             )
         self._guard = processes.guard(self._master.pid)
+
+    @property
+    def address(self) -> str:
+        """Host and port of the master."""
+        return f"{HOST}:{self._port}"
 
     def kill_master(self) -> None:
         """End the master at once."""
@@ -65,7 +76,7 @@ class MooncakeStore:
         """Return the settings of an instance's store."""
         return {
             "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"{HOST}:{self._port}",
+            "master_server_address": self.address,
             "protocol": "tcp",
             "device_name": "",
             "mode": "embedded",
@@ -81,9 +92,8 @@ class MooncakeStore:
         until = time.monotonic() + timeout
         while True:
             client = MooncakeDistributedStore()
-            master = f"{HOST}:{self._port}"
             status = client.setup(
-                HOST, "P2PHANDSHAKE", SEGMENT, SEGMENT, "tcp", "", master
+                HOST, "P2PHANDSHAKE", SEGMENT, SEGMENT, "tcp", "", self.address
             )
             if status == 0:
                 self._client = client

@@ -230,7 +230,8 @@ class KVChecksumScheduler:
         for req_id in known_failed:
             load = self._recvs.pop(req_id, None)
             if load is not None and load.blocks.stored and req_id in requests:
-                self._drop_stored(requests[req_id], load, None, output)
+                assert self._stored is not None
+                self._stored.give_up(requests[req_id])
         for req_id in output.finished_recving or ():
             load = self._recvs.pop(req_id, None)
             request = requests.get(req_id)
@@ -254,7 +255,7 @@ class KVChecksumScheduler:
                 if not self.recompute:
                     self._errors[req_id] = client_error(verdict)
                 if load.blocks.stored:
-                    self._drop_stored(request, load, verdict, output)
+                    self._drop_stored(request, verdict)
         return bad
 
     def keep_verified(self, bad: dict[str, int], requests: dict[str, Any]) -> None:
@@ -274,15 +275,13 @@ class KVChecksumScheduler:
         start, _ = load.blocks.groups[0]
         return verdict.good_blocks(0, start) * self._block_size(0)
 
-    def _drop_stored(
-        self, request: Any, load: PendingLoad, verdict: LoadVerdict | None, output: Any
-    ) -> None:
+    def _drop_stored(self, request: Any, verdict: LoadVerdict) -> None:
         # Not for loads that are served all the same: their blocks may be stored
         # again, and a bad block would then count as good.
         assert self._stored is not None
-        self._stats["stored_blocks_dropped"] += self._stored.failed(
-            request, load.blocks, verdict, output.invalid_block_ids or ()
-        )
+        dropped = self._stored.drop_mismatched(request, verdict)
+        self._stats["stored_blocks_dropped"] += dropped
+        self._stored.give_up(request)
 
     def name_errors(self, outputs: Any) -> None:
         """Give the outputs of requests that fail in this step their reason.

@@ -2,12 +2,13 @@
 """Loads that bring stored checksums back, in the scheduler.
 
 The workers' entries are compared with their own sums here, because the tags that
-they carry are made of the request's block hashes. What must not be used again is
-reported to the connector, and a request whose load failed is kept from the caches:
-it would find the same blocks again.
+they carry are made of the request's block hashes. What was compared and differs is
+reported to the connector, and nothing else: a load that failed on its way says nothing
+about what is stored. A request whose load failed is kept from the caches: it would find
+the same blocks again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,41 +88,20 @@ class StoredLoads:
             verdict.unverified = Unverified.NO_PAYLOAD
         return verdict
 
-    def failed(
-        self,
-        request: Any,
-        blocks: KVChecksumBlocks,
-        verdict: LoadVerdict | None = None,
-        invalid_block_ids: Iterable[int] = (),
-    ) -> int:
-        """A load failed: have its bad blocks dropped; how many are.
-
-        Args:
-            verdict: what was found wrong, or None if the connector itself reports
-                the load as failed.
-            invalid_block_ids: the blocks that the connector reports; none: all.
-        """
-        if verdict is not None:
-            bad = {i: g.positions for i, g in verdict.groups.items()}
-        else:
-            invalid = np.fromiter(invalid_block_ids, np.int64)
-            bad = {
-                i: _positions(start, ids, invalid)
-                for i, (start, ids) in blocks.groups.items()
-            }
-        bad = {i: positions for i, positions in bad.items() if positions}
+    def drop_mismatched(self, request: Any, verdict: LoadVerdict) -> int:
+        """Have the blocks dropped that were compared and differ; how many are."""
+        bad = {i: g.positions for i, g in verdict.groups.items() if g.positions}
         if bad:
             self._connector.on_kv_checksum_failure(request, bad)
-        # Neither cache is asked again for this request: whatever the connector
-        # still holds, the recompute does not load it a second time.
-        request.skip_reading_prefix_cache = True
         return sum(map(len, bad.values()))
 
+    def give_up(self, request: Any) -> None:
+        """Keep a request whose load failed from the caches; what is stored stays.
 
-def _positions(start: int, ids: Any, invalid: np.ndarray) -> list[int]:
-    found = np.isin(ids, invalid) if len(invalid) else np.ones(len(ids), bool)
-    positions: list[int] = (start + np.flatnonzero(found)).tolist()
-    return positions
+        Neither cache is asked again for it: whatever the connector still holds, the
+        recompute does not load it a second time.
+        """
+        request.skip_reading_prefix_cache = True
 
 
 def compare_stored(
