@@ -27,10 +27,13 @@ class MooncakeStore:
     Args:
         log_dir: where the master's log goes.
         flags: further flags of the master.
+        lent: bytes that the client lends to the store.
     """
 
-    def __init__(self, log_dir: Path, flags: Sequence[str] = ()) -> None:
-        self._flags = flags
+    def __init__(
+        self, log_dir: Path, flags: Sequence[str] = (), lent: int = SEGMENT
+    ) -> None:
+        self._flags, self._lent = flags, lent
         self._port, self._metrics_port = free_port(), free_port()
         self._log_dir = log_dir
         self._config = log_dir / "mooncake.json"
@@ -93,7 +96,7 @@ class MooncakeStore:
         while True:
             client = MooncakeDistributedStore()
             status = client.setup(
-                HOST, "P2PHANDSHAKE", SEGMENT, SEGMENT, "tcp", "", self.address
+                HOST, "P2PHANDSHAKE", self._lent, SEGMENT, "tcp", "", self.address
             )
             if status == 0:
                 self._client = client

@@ -23,7 +23,6 @@ from .offload import (
     why_not_summed,
     why_whole_blocks_differ,
 )
-
 from .report import request_name
 from .wire_maps import decode_map
 
