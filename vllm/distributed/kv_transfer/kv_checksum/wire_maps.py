@@ -8,7 +8,9 @@ import msgspec
 _Map = TypeVar("_Map", bound=dict[Any, Any])
 
 
-def decode_map(decoder: "msgspec.msgpack.Decoder[_Map]", data: bytes) -> _Map:
+def decode_map(
+    decoder: "msgspec.msgpack.Decoder[_Map]", data: bytes | memoryview
+) -> _Map:
     """Decode one msgpack map.
 
     Raises:
@@ -24,7 +26,7 @@ def decode_map(decoder: "msgspec.msgpack.Decoder[_Map]", data: bytes) -> _Map:
     return found
 
 
-def _entries(data: bytes) -> int:
+def _entries(data: bytes | memoryview) -> int:
     """How many entries the map that `data` begins with claims to have."""
     first = data[0]
     if first < 0x90:
