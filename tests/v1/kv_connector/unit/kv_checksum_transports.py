@@ -223,13 +223,9 @@ class FakeMooncake(FakeTransport):
 
     def carry_payload(self, instance, producer, req_id):
         send = producer.transport.sends.pop(self.transfers.pop(req_id))
-        encoded = msgspec.msgpack.encode(
-            MooncakeXferResponse(
-                MooncakeXferResponseStatus.FINISH,
-                ok_reqs=[req_id],
-                kv_checksums=MooncakeChecksums.of_sent([(req_id, send)]),
-            )
-        )
+        response = MooncakeXferResponse(MooncakeXferResponseStatus.FINISH, [req_id])
+        MooncakeChecksums.add_sent(response, [(req_id, send)])
+        encoded = msgspec.msgpack.encode(response)
         response = msgspec.msgpack.decode(encoded, type=MooncakeXferResponse)
         for rank in range(len(instance.workers)):
             side = self.checksums.setdefault(rank, MooncakeChecksums())
