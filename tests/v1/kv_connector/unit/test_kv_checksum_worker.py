@@ -393,16 +393,6 @@ def test_fingerprints_do_not_depend_on_pp_or_block_size():
     assert other.groups[0].fingerprint != print_of[whole]
 
 
-def test_fingerprint_is_the_same_everywhere():
-    from vllm.distributed.kv_transfer.kv_checksum.layout import layer_hash
-
-    assert (
-        layer_hash("model.layers.0.attn", u.full_spec(), "torch.bfloat16") == KNOWN_HASH
-    )
-
-
-KNOWN_HASH = 3304210705973287543
-
 # ---- life of a request
 
 
