@@ -82,10 +82,14 @@ def no_amx(cpu: ModuleType) -> None:
     """Let vLLM choose attention as on a CPU without AMX, so that tests do the same on every machine.
 
     With AMX it packs bf16 KV in another order and replaces its MLA backend by one that takes other block sizes.
-    ``KV_CHECKSUM_RIG_AMX=1`` in the environment leaves it the choice: tests of AMX set it.
+    ``KV_CHECKSUM_RIG_AMX=1`` in the environment leaves it the choice: tests of AMX set it. The kernel wants to be
+    asked for AMX once per process, which the older kernels here do not do: without it the engine dies of SIGILL.
     """
-    if os.environ.get("KV_CHECKSUM_RIG_AMX") != "1":
-        cpu._is_amx_tile_supported = lambda: False  # type: ignore[attr-defined]
+    module: Any = cpu
+    if os.environ.get("KV_CHECKSUM_RIG_AMX") == "1":
+        module._init_amx()
+    else:
+        module._is_amx_tile_supported = lambda: False
 
 
 def async_scheduling(module: ModuleType) -> None:
