@@ -426,7 +426,9 @@ def indexer(mx_scales):
     def write(cache, slots):
         kernels = import_module("vllm.models.deepseek_v32.common.kernels")
         n = len(slots)
-        with patch.object(kernels, "mqa_logits_use_mx_scales", lambda: mx_scales):
+        # vLLM 0.32.0 has float32 scales alone.
+        name = "mqa_logits_use_mx_scales"
+        with patch.object(kernels, name, lambda: mx_scales, create=True):
             kernels.fused_norm_rope(
                 torch.arange(n),
                 drawn(slots, 128),

@@ -116,10 +116,12 @@ def test_the_cache_dtype_is_what_it_means_and_not_its_name(monkeypatch):
     half = u.full_spec(dtype=torch.float16)
     assert print_of(half, "float16") == print_of(half, "auto")
     assert print_of(half) != print_of(u.full_spec())
+    e5m2 = print_of(fp8, "fp8_e5m2")
     monkeypatch.setattr(
         type(current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz
     )
-    assert print_of(fp8, "fp8_e4m3") not in (e4m3, print_of(fp8, "fp8_e5m2"))
+    of_fnuz = {print_of(fp8, "fp8_e4m3"), print_of(fp8, "fp8_e5m2")}
+    assert len(of_fnuz | {e4m3, e5m2}) == 4
 
 
 def test_scales_per_token_and_head_are_told_apart():
@@ -154,7 +156,8 @@ def test_latents_and_indexers_are_told_apart(monkeypatch):
     def indexer(mx_scales):
         from vllm.utils import deep_gemm
 
-        monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: mx_scales)
+        name = "mqa_logits_use_mx_scales"  # not in vLLM 0.32.0
+        monkeypatch.setattr(deep_gemm, name, lambda: mx_scales, raising=False)
         layer = SimpleNamespace(
             uses_shuffled_layout=False,
             kv_cache=torch.empty(0),

@@ -169,9 +169,11 @@ def element_format(cache_dtype: str | None) -> str | None:
     """
     if cache_dtype is None or not cache_dtype.startswith("fp8"):
         return None
+    e4m3 = current_platform.fp8_dtype()
     if cache_dtype == "fp8_e5m2":
-        return str(torch.float8_e5m2)
-    float8 = str(current_platform.fp8_dtype())
+        fnuz = e4m3 is torch.float8_e4m3fnuz
+        return str(torch.float8_e5m2fnuz if fnuz else torch.float8_e5m2)
+    float8 = str(e4m3)
     return float8 if cache_dtype in ("fp8", "fp8_e4m3") else f"{cache_dtype} {float8}"
 
 
