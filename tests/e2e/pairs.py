@@ -270,6 +270,42 @@ def assert_late_fault_is_recomputed(p: Server, d: Server, max_tokens: int) -> No
     assert f"recomputing from token {9 * d.block_size}" in line
 
 
+def assert_followers_are_right(
+    p: Server, d: Server, request_id: str, seed: int, max_tokens: int, good: int = 0
+) -> None:
+    """A load that D damages and serves, then five requests that share its prefix.
+
+    D is fail-open. Of the damaged load, the next request may find the first `good`
+    tokens in D's prefix cache, and nobody may answer from the others.
+    """
+    shared = prompt_of(112, seed)
+
+    def asked_for(
+        prompt: list[int], request_id: str | None = None
+    ) -> tuple[Asked, bool]:
+        """What came of it, and whether the answer is that of a single instance."""
+        right = likelihoods(p.completions(prompt, max_tokens, logprobs=1))
+        asked, text = ask_anew(p, d, [prompt] * 5, max_tokens, request_id, logprobs=1)
+        found = likelihoods(asked.answer)
+        near = all(abs(x - y) < 0.1 for x, y in zip(found, right, strict=True))
+        return asked, near and text_of(asked.answer) == text
+
+    damaged, is_right = asked_for(shared, request_id)
+    assert damaged.counted == {"mismatch": 1}
+    assert not is_right, "the damage does not show: another seed"
+    for n in range(5):
+        asked, is_right = asked_for(shared + prompt_of(30 * n, seed + 1))
+        assert asked.counted == {"verified": 1}, n
+        assert is_right, n
+        assert n or asked.local_tokens <= good
+
+
+def likelihoods(response: httpx.Response) -> list[float]:
+    """The log-probability of each token of a completion."""
+    choice = response.raise_for_status().json()["choices"][0]
+    return [float(x) for x in choice["logprobs"]["token_logprobs"]]
+
+
 def pending_loads(server: Server) -> int:
     """How many loads wait for their end."""
     sizes = server.checksum_tables().items()

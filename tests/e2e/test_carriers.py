@@ -5,13 +5,14 @@ The servers are forked from one process that imported vLLM (rig only).
 
 from __future__ import annotations
 
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rig import verdicts
+from rig import processes, verdicts
 from rig.model import tiny_qwen3
-from rig.routing import prefill_decode
+from rig.routing import mooncake_params, prefill, prefill_decode
 from rig.servers import serving
 
 from e2e import pairs
@@ -21,7 +22,11 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 6
 
-FAULTS = {**pairs.every_fault(), **pairs.LATE_FAULT}
+FAULTS = {
+    **pairs.every_fault(),
+    **pairs.LATE_FAULT,
+    "third-": {"kind": "bit_flip", "skip": 2},
+}
 
 
 MANY = ("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", "32")
@@ -142,6 +147,100 @@ def test_every_damage_is_seen_and_recomputed_right(consumers, p):
     assert "KV CHECKSUM FAULT DRILL left" not in d.log_text()
     for reason in pairs.UNVERIFIED.values():
         assert pairs.unverified(d, reason) >= 1
+
+
+def test_later_requests_do_not_answer_from_a_damaged_load(consumers, p):
+    d = consumers["fail-open"]
+    pairs.assert_followers_are_right(p, d, "bit_flip-f", 60, MAX_TOKENS)
+    good = 2 * d.block_size
+    pairs.assert_followers_are_right(p, d, "third-f", 61, MAX_TOKENS, good)
+
+
+def test_requests_that_wait_behind_a_damaged_load_are_right(carrier, common, p):
+    """D has room for one of them at a time; all have come before the damaged load ends."""
+    shared = pairs.prompt_of(200, 62)
+    asked = {"zero_block-first": shared}
+    asked |= {f"behind-{n}": shared + pairs.prompt_of(10 * n, 63) for n in range(5)}
+    room = ("--num-gpu-blocks-override", "10", "--max-model-len", "256")
+    d = pairs.consumer(
+        f"e2e-{carrier}-narrow",
+        tiny_qwen3(),
+        "fail-open",
+        faults=FAULTS,
+        args=room,
+        **common,
+    )
+    with serving(d):
+        answers = all_have_come(p, d, asked)
+        counted = verdicts.settled(d)
+    expected = pairs.reference_texts(p, list(asked.values()), MAX_TOKENS)
+    assert counted.started == len(asked)
+    # What Mooncake gave up fails, and was not judged.
+    assert sum(a.status_code != 200 for a in answers) == counted.failed
+    right = [
+        request_id
+        for request_id, answer, text in zip(asked, answers, expected, strict=True)
+        if answer.status_code == 200 and pairs.text_of(answer) == text
+    ]
+    assert "zero_block-first" not in right
+    assert len(right) == counted.of("verified") >= 4
+    assert counted.of("mismatch") + counted.of("verified") + counted.failed == 6
+
+
+def all_have_come(p, d, asked):
+    """Ask for all, in this order; no load ends before D knows of all of them."""
+    at_once = p.connector == "MooncakeConnector"
+    halves = {
+        request_id: mooncake_params(p)
+        if at_once
+        else ({}, prefill(p, prompt, request_id=request_id))
+        for request_id, prompt in asked.items()
+    }
+    with ThreadPoolExecutor(2 * len(asked)) as clients:
+        if not at_once:
+            processes.send(p.family(), signal.SIGSTOP)
+        answers = []
+        try:
+            for n, (request_id, prompt) in enumerate(asked.items(), 1):
+                ask = (prompt, MAX_TOKENS, halves[request_id][1])
+                answers.append(
+                    clients.submit(d.completions, *ask, request_id=request_id)
+                )
+                pairs.wait(lambda n=n: waiting(d) == n, f"{n} requests on D")
+            assert pairs.pending_loads(d) == 1
+        finally:
+            processes.send(p.family(), signal.SIGCONT)
+        if at_once:
+            for request_id, prompt in asked.items():
+                ask = (prompt, 1, halves[request_id][0])
+                clients.submit(p.completions, *ask, request_id=request_id)
+        return [answer.result() for answer in answers]
+
+
+def waiting(server):
+    """How many requests do not run yet."""
+    return server.metric("vllm:num_requests_waiting")
+
+
+def test_a_request_to_be_loaded_and_sent_on_is_an_ordinary_load(carrier, consumers, p):
+    """A router or a client that merges parameters asks D for both."""
+    if carrier == "mooncake":
+        pytest.skip("vLLM's Mooncake consumer ends in an assertion of its own")
+    both = {"do_remote_decode": True}
+    for mode, d in consumers.items():
+        for request_id, counted in (
+            ("both-", "verified"),
+            ("bit_flip-both-", "mismatch"),
+        ):
+            prompts = pairs.prompts_of(150, 64 + len(request_id))
+            asked, expected = pairs.ask_anew(
+                p, d, prompts, 1, f"{request_id}{mode}", merged=both
+            )
+            assert asked.counted == {counted: 1}
+            if counted == "mismatch" and mode == "fail":
+                assert pairs.error_of(asked.answer).startswith("KV checksum mismatch")
+            elif counted == "verified" or mode == "recompute":
+                assert pairs.text_of(asked.answer) == expected
 
 
 def test_two_hundred_at_once_and_nothing_stays(carrier, common):
