@@ -119,9 +119,12 @@ class PendingLoad(Pending):
     def may_be_offered_again(self) -> bool:
         """Whether its connector would load the same once more for this request.
 
-        Loads of a prefill instance's KV are offered once.
+        Loads of a prefill instance's KV are offered once. But where the request also
+        asks to be sent on (NIXL pull), they are offered as those of a decode instance.
         """
-        return self.carrier in (None, KVChecksumCarrier.STORED)
+        return self.carrier in (None, KVChecksumCarrier.STORED) or bool(
+            self.params.get("do_remote_decode")
+        )
 
     def payload(self) -> KVChecksumPayload | None:
         """What the producer sent, or None for nothing.
