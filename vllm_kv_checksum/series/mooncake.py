@@ -54,18 +54,16 @@ with mooncake.function("MooncakeConnector.get_transfer_results") as f:
 with mooncake.cls("MooncakeConnectorScheduler") as c:
     c.prepend(
         """
+        _kv_checksums: dict[ReqId, bytes] = {}
+
         def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
             # Nothing is sent for other requests, so nothing would carry these.
             _, block_ids = self._reqs_need_send.get(request.request_id, (None, []))
             if block_ids:
-                self._kv_checksums[request.request_id] = checksums
+                added = {request.request_id: checksums}
+                self._kv_checksums = self._kv_checksums | added
 
         """
-    )
-with mooncake.function("MooncakeConnectorScheduler.__init__") as f:
-    f.after(
-        assign("self._reqs_not_processed"),
-        "self._kv_checksums: dict[ReqId, bytes] = {}",
     )
 with mooncake.function("MooncakeConnectorScheduler.build_connector_meta") as f:
     f.before(
@@ -75,6 +73,8 @@ with mooncake.function("MooncakeConnectorScheduler.build_connector_meta") as f:
         self._kv_checksums = {}
         """,
     )
+with mooncake.cls("MooncakeConnectorWorker") as c:
+    c.prepend("kv_checksums = None\n\n")
 with mooncake.function("MooncakeConnectorWorker.__init__") as f:
     f.after(
         assign("self._failed_recv_reqs"),
@@ -83,7 +83,10 @@ with mooncake.function("MooncakeConnectorWorker.__init__") as f:
 with mooncake.function("MooncakeConnectorWorker.record_send_reqs") as f:
     f.before(
         "send_meta.ready.set()",
-        "send_meta.kv_checksums = metadata.kv_checksums.get(p_req_id)",
+        """
+        if self.kv_checksums is not None:
+            send_meta.kv_checksums = metadata.kv_checksums.get(p_req_id)
+        """,
     )
 with mooncake.function("MooncakeConnectorWorker.send_kv_to_decode") as f:
     f.after(

@@ -30,14 +30,6 @@ with connector.cls("NixlPushConnector") as c:
 
 scheduler = Module(_NIXL + "push_scheduler.py")
 scheduler.imports("from vllm.distributed.kv_transfer.kv_checksum import nixl_push")
-with scheduler.function("NixlPushConnectorScheduler.__init__") as f:
-    f.after(
-        assign("self._newly_finished_push_blocks"),
-        """
-        # P-side: their KV checksums.
-        self._newly_finished_kv_checksums: dict[ReqId, bytes] = {}
-        """,
-    )
 with scheduler.function("NixlPushConnectorScheduler.update_state_after_alloc") as f:
     f.after(
         assign("self._push_pending_registrations[request.request_id]"),
@@ -57,10 +49,16 @@ with scheduler.function("NixlPushConnectorScheduler.build_connector_meta") as f:
 with scheduler.cls("NixlPushConnectorScheduler") as c:
     c.prepend(
         """
+        # P-side: KV checksums of the requests in _newly_finished_push_blocks.
+        _newly_finished_kv_checksums: dict[ReqId, bytes] = {}
+
         def send_kv_checksums(self, request: Request, checksums: bytes) -> None:
             # Nothing is pushed for other requests, so nothing would carry these.
             if request.request_id in self._newly_finished_push_blocks:
-                self._newly_finished_kv_checksums[request.request_id] = checksums
+                added = {request.request_id: checksums}
+                self._newly_finished_kv_checksums = (
+                    self._newly_finished_kv_checksums | added
+                )
 
         """,
     )
@@ -71,6 +69,8 @@ worker.imports(
     "    create_nixl_push_checksums,\n"
     ")"
 )
+with worker.cls("NixlPushConnectorWorker") as c:
+    c.prepend("kv_checksums = None\n\n")
 with worker.function("NixlPushConnectorWorker.__init__") as f:
     f.after(
         assign("self._pending_d_registrations"),

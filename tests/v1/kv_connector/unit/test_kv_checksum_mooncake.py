@@ -162,7 +162,7 @@ def test_a_payload_is_stored_before_its_send_is_ready():
     meta = MooncakeConnectorMetadata()
     meta.reqs_to_send = {"p": ("t", [[1]])}
     meta.kv_checksums = {"p": b"sums"}
-    sender = SimpleNamespace(reqs_need_send={"t": send})
+    sender = SimpleNamespace(reqs_need_send={"t": send}, kv_checksums=object())
     asyncio.run(MooncakeConnectorWorker.record_send_reqs(sender, meta))
     assert stored == [b"sums"]
 
