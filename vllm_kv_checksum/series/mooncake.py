@@ -7,7 +7,7 @@ drains the queue; so no load finishes without the payload that came with it.
 """
 
 from ..edits import Module, assign
-from .base import CARRIED_BY_CONNECTOR
+from .base import SENT_BY_CONNECTOR
 
 mooncake = Module(
     "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
@@ -18,6 +18,7 @@ mooncake.imports(
 mooncake.imports(
     "from vllm.distributed.kv_transfer.kv_checksum.mooncake import (\n"
     "    create_mooncake_checksums,\n"
+    "    mooncake_carrier,\n"
     ")"
 )
 with mooncake.cls("MooncakeXferResponse") as c:
@@ -40,7 +41,16 @@ with mooncake.function("MooncakeConnectorMetadata.__init__") as f:
         """,
     )
 with mooncake.cls("MooncakeConnector") as c:
-    c.prepend(CARRIED_BY_CONNECTOR)
+    c.prepend(
+        """
+        def kv_checksum_carrier(
+            self, request: "Request", receiving: bool
+        ) -> KVChecksumCarrier | None:
+            return mooncake_carrier(request, receiving)
+
+        """
+    )
+    c.prepend(SENT_BY_CONNECTOR)
 with mooncake.function("MooncakeConnector.get_transfer_results") as f:
     f.before(
         "return self.connector_worker.get_transfer_results()",

@@ -7,7 +7,7 @@ ask no more. The compatibility hash stays vLLM's own.
 """
 
 from ..edits import Module, assign
-from .base import CARRIED_BY_CONNECTOR
+from .base import SENT_BY_CONNECTOR
 
 _NIXL = "distributed/kv_transfer/kv_connector/v1/nixl/"
 
@@ -26,7 +26,16 @@ connector.imports(
     "from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier"
 )
 with connector.cls("NixlPushConnector") as c:
-    c.prepend(CARRIED_BY_CONNECTOR)
+    c.prepend(
+        """
+        def kv_checksum_carrier(
+            self, request: "Request", receiving: bool
+        ) -> KVChecksumCarrier | None:
+            return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
+
+        """
+    )
+    c.prepend(SENT_BY_CONNECTOR)
 
 scheduler = Module(_NIXL + "push_scheduler.py")
 scheduler.imports("from vllm.distributed.kv_transfer.kv_checksum import nixl_push")

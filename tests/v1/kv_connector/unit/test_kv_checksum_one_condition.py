@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether checksums are on is one condition, from the configuration, for all parts."""
 
-
 import kv_checksum_instances as rig
 from vllm.v1.worker.gpu import kv_connector as runner
 
