@@ -105,7 +105,7 @@ def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
     Raises:
         ValueError: such a set-up; the message names the connector and what to change.
     """
-    transfer = vllm_config.kv_transfer_config
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None or not transfer.kv_checksum_fail_closed:
         return
     reasons = [why_off(vllm_config)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from .payload import KVChecksumCarrier, transfer_params
 from .wire_maps import decode_map
 
 _encoder = msgspec.msgpack.Encoder()
@@ -21,6 +22,16 @@ _NIL = _encoder.encode(None)
 
 _DAMAGED = b""
 """Handed on instead of a payload that is none: it does not decode."""
+
+
+def mooncake_carrier(request: Any, receiving: bool) -> KVChecksumCarrier | None:
+    """How a request's payload travels; None: Mooncake does not move its KV.
+
+    A producer sends nothing for a request without ``transfer_id``.
+    """
+    if not receiving and not transfer_params(request).get("transfer_id"):
+        return None
+    return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
 
 
 def _payloads(field: msgspec.Raw, ok_reqs: Iterable[str]) -> dict[str, bytes]:
