@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import kv_checksum_instances as rig
 import pytest
+import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.worker.gpu import kv_connector as runner
 
@@ -54,6 +55,10 @@ def test_without_a_carrier_nothing_of_the_connector_is_read(model, monkeypatch):
     assert active(monkeypatch, config, Bare()).kv_checksum_worker is None
 
 
+class RayDistributedExecutor:
+    """Named as vLLM 0.32.0's legacy executor is, whose module needs Ray."""
+
+
 class OutOfTree:
     """An executor that nobody knows."""
 
@@ -64,6 +69,11 @@ OFF = {
     "dcp": (dict(decode_context_parallel_size=2), "context parallelism"),
     "pcp": (dict(prefill_context_parallel_size=2), "context parallelism"),
     "launcher": (LAUNCHER, "external launcher"),
+    "ray": (RAY, "legacy Ray executor"),
+    "ray-class": (
+        RAY | dict(distributed_executor_backend=RayDistributedExecutor),
+        "legacy Ray executor",
+    ),
     "unknown": (RAY | dict(distributed_executor_backend=OutOfTree), "OutOfTree"),
 }
 ON = {
@@ -77,6 +87,12 @@ ON = {
         distributed_executor_backend=f"{MultiprocExecutor.__module__}.MultiprocExecutor"
     ),
 }
+
+
+@pytest.fixture
+def legacy_ray(monkeypatch):
+    """What vLLM 0.32.0 reads from the environment."""
+    monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False, raising=False)
 
 
 def is_context(parallel):
@@ -135,7 +151,7 @@ def registered(d):
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_off_is_off_in_every_part(name, configured, monkeypatch, log):
+def test_off_is_off_in_every_part(name, configured, legacy_ray, monkeypatch, log):
     parallel, reason = OFF[name]
     d = configured(parallel)
     (line,) = [x for x in log if x.startswith("WARNING KV checksums are off")]
@@ -156,7 +172,7 @@ def test_off_is_off_in_every_part(name, configured, monkeypatch, log):
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_fail_closed_refuses_what_is_off(name, configured):
+def test_fail_closed_refuses_what_is_off(name, configured, legacy_ray):
     parallel, reason = OFF[name]
     with pytest.raises(ValueError) as error:
         configured(parallel, kv_checksum_fail_closed=True)
@@ -164,7 +180,7 @@ def test_fail_closed_refuses_what_is_off(name, configured):
 
 
 @pytest.mark.parametrize("name", ON)
-def test_on_is_on_in_every_part(name, configured, log):
+def test_on_is_on_in_every_part(name, configured, legacy_ray, log):
     d = configured(ON[name], kv_checksum_fail_closed=True)
     off = configured(ON[name], enable_kv_checksum=False)
     assert d.scheduler.kv_checksum is not None
@@ -173,6 +189,11 @@ def test_on_is_on_in_every_part(name, configured, log):
     assert create_mooncake_checksums(d.config) is not None
     assert sums_blocks(d.config, d.kv_config)
     assert not any("KV checksums are off" in x for x in log)
+
+
+def test_ray_of_this_vllm_brings_every_report(configured):
+    """Unless the environment selects the legacy executor, which vLLM 0.33.0 lacks."""
+    assert configured(RAY).scheduler.kv_checksum is not None
 
 
 def test_without_a_carrier_no_part_is_on(model, log):

@@ -96,9 +96,21 @@ def why_off(vllm_config: Any) -> str | None:
 
 def _why_reports_are_lost(parallel_config: Any) -> str | None:
     """Why the executor does not bring every worker's report to the scheduler."""
+    import vllm.envs as envs
+
     names = _executor_names(parallel_config.distributed_executor_backend)
     if not names.isdisjoint({"external_launcher", "ExecutorWithExternalLauncher"}):
         return "with the external launcher each rank sees its own worker only"
+    # Of vLLM before 0.33.0.
+    if "RayDistributedExecutor" in names or (
+        "ray" in names and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    ):
+        if parallel_config.pipeline_parallel_size == 1:
+            return None
+        return (
+            "with pipeline parallelism the legacy Ray executor brings reports of the "
+            "last stage alone (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 selects the other)"
+        )
     if names.isdisjoint(_EXECUTORS):
         backend = parallel_config.distributed_executor_backend
         return f"it is not known whether {backend} brings reports of all workers"
