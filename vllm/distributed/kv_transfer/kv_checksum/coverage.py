@@ -22,7 +22,7 @@ class ConnectorCoverage:
     """What is known of one connector, or of one inside a MultiConnector.
 
     Attributes:
-        name: its class.
+        name: as the configuration calls it.
         not_checked: why nobody checks what it loads, or None.
     """
 
@@ -47,7 +47,10 @@ def connector_coverage(
         kv_cache_config: the KV cache groups, or None if they are not planned yet.
     """
     return [
-        ConnectorCoverage(c.__name__, _why_not_checked(c, config, kv_cache_config))
+        ConnectorCoverage(
+            config.kv_transfer_config.kv_connector,
+            _why_not_checked(c, config, kv_cache_config),
+        )
         for c, config in _connector_classes(vllm_config)
     ]
 
