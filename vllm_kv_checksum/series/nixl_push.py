@@ -38,12 +38,19 @@ with connector.cls("NixlPushConnector") as c:
     c.prepend(SENT_BY_CONNECTOR)
 
 scheduler = Module(_NIXL + "push_scheduler.py")
-scheduler.imports("from vllm.distributed.kv_transfer.kv_checksum import nixl_push")
+scheduler.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum import coverage, nixl_push"
+)
+with scheduler.function("NixlPushConnectorScheduler.__init__") as f:
+    f.after(
+        assign("self._newly_finished_push_blocks"),
+        "self._asks_for_kv_checksums = coverage.sums_blocks(vllm_config)",
+    )
 with scheduler.function("NixlPushConnectorScheduler.update_state_after_alloc") as f:
     f.after(
         assign("self._push_pending_registrations[request.request_id]"),
         """
-        if self.vllm_config.kv_transfer_config.enable_kv_checksum:
+        if self._asks_for_kv_checksums:
             nixl_push.ask(self._push_pending_registrations[request.request_id])
         """,
     )
@@ -58,6 +65,9 @@ with scheduler.function("NixlPushConnectorScheduler.build_connector_meta") as f:
 with scheduler.cls("NixlPushConnectorScheduler") as c:
     c.prepend(
         """
+        # D-side: whether registrations ask for KV checksums.
+        _asks_for_kv_checksums = False
+
         # P-side: KV checksums of the requests in _newly_finished_push_blocks.
         _newly_finished_kv_checksums: dict[ReqId, bytes] = {}
 

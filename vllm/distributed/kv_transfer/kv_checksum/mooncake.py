@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from .coverage import sums_blocks
 from .payload import KVChecksumCarrier, transfer_params
 from .wire_maps import decode_map
 
@@ -106,6 +107,4 @@ class MooncakeChecksums:
 
 def create_mooncake_checksums(vllm_config: Any) -> MooncakeChecksums | None:
     """A Mooncake worker's payloads, or None if checksums are off."""
-    if not vllm_config.kv_transfer_config.enable_kv_checksum:
-        return None
-    return MooncakeChecksums()
+    return MooncakeChecksums() if sums_blocks(vllm_config) else None
