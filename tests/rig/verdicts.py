@@ -96,19 +96,19 @@ def problems(server: Server) -> list[str]:
     """Name what does not hold of one server that is about to be stopped."""
     if not server.checks_loads:
         return []
+    found, summed = [], 0
+    if server.alive() and not server.killed:
+        try:
+            summed = settled(server).summed
+        except (AssertionError, httpx.HTTPError) as error:
+            found.append(str(error))
+    elif not server.killed:
+        found.append(f"ended by itself\n{server.log_errors()}")
     log = server.log_text()
-    found = [f"{server.name}: {x}" for x in log.splitlines() if DIFFERS in x]
-    if server.killed:
-        return found
-    if not server.alive():
-        return [*found, f"{server.name} ended by itself\n{server.log_errors()}"]
-    try:
-        loads = settled(server)
-    except (AssertionError, httpx.HTTPError) as error:
-        return [*found, f"{server.name}: {error}"]
-    if loads.summed and COMPARED not in server.log_text():
-        found.append(f"{server.name}: what was summed was compared with nothing")
-    return found
+    found += [line for line in log.splitlines() if DIFFERS in line]
+    if summed and COMPARED not in log:
+        found.append("what was summed was compared with nothing")
+    return [f"{server.name}: {problem}" for problem in found]
 
 
 def check(servers: Sequence[Server]) -> None:
