@@ -318,6 +318,8 @@ class KVChecksumScheduler:
         for group_id, reason in verdict.left_out.items():
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load.carrier)
+        if not self.fail_closed or verdict.outcome == "verified":
+            self._keep_away(request, load, verdict)
         if verdict.outcome == "verified":
             return
         kept = self._kept_tokens(load, verdict)
@@ -331,10 +333,23 @@ class KVChecksumScheduler:
                 self._stored.give_up(request)
             if not self.recompute:
                 self._errors[req_id] = client_error(verdict)
-        elif verdict.mismatched:
-            first = verdict.first_bad_token(partial(self._first_token, load))
-            assert first is not None
-            disown(request, first, self._hash_block_size)
+
+    def _keep_away(self, request: Any, load: PendingLoad, verdict: LoadVerdict) -> None:
+        """Keep what is bad, or not whole, of a load that is used from later requests.
+
+        Of a window's first block, the part that the producer did not send holds
+        whatever was there; this request does not need it, another may.
+        """
+        first_token = partial(self._first_token, load)
+        first = [
+            first_token(group_id, load.blocks.groups[group_id][0])
+            for group_id, reason in verdict.left_out.items()
+            if reason is LeftOut.PARTIAL_BLOCKS
+        ]
+        if (bad := verdict.first_bad_token(first_token)) is not None:
+            first.append(bad)
+        if first:
+            disown(request, min(first), self._hash_block_size)
 
     def _first_token(self, load: PendingLoad, group_id: int, position: int) -> int:
         """The first token of a block; a state is that of the last one."""
