@@ -264,7 +264,7 @@ def copy_tokens(instance, producer, req_id, local, their_id, their_blocks):
                 instance.kv[n][to, :, at % instance.block_size] = producer.kv[n][
                     source, :, at % producer.block_size
                 ]
-        assert rows[group][-len(ours) :] == ours
+        assert rows[group][len(rows[group]) - len(ours) :] == ours
         instance.damage(instance, req_id, ours)
     instance.copy_states(producer, local, their_blocks)
     instance.loaded(req_id, local)
