@@ -122,6 +122,8 @@ def report(tally: Tally, depth: str, seconds: float) -> list[str]:
     return [
         *tally.lines(depth, others),
         "",
+        *tally.check_lines(depth),
+        "",
         f"{depth}: {tally.total(depth, 'damaged'):,} damaged, "
         f"{tally.total(depth, 'undetected'):,} undetected outside the limits; "
         f"{clean.intact.total() if clean else 0:,} clean and "
