@@ -2,10 +2,13 @@
 """What checksums cost on the host: scheduler and worker code beside the GPU's work.
 
 Each step is printed in microseconds and as a multiple of one NumPy pass (an
-addition) over the request's 8-byte values.
+addition) over the request's 8-byte values. Then what `Scheduler._update_after_schedule`
+takes in a step in which every running request decodes: of stock vLLM, with checksums
+off, and on, where it calls `after_schedule`.
 """
 
 import argparse
+import importlib.util
 import json
 import pickle
 import statistics
@@ -82,9 +85,14 @@ def steps_of_rows(requests: int, tokens: int) -> list[Step]:
     ]
     if vllm_is_installed():
         import torch
+        from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+        from vllm.v1.core.kv_cache_utils import KVCacheBlock
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        from vllm.distributed.kv_transfer.kv_checksum.blocks import sent_blocks
+        from vllm.distributed.kv_transfer.kv_checksum.blocks import (
+            loaded_blocks,
+            sent_blocks,
+        )
 
         spec = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
@@ -94,15 +102,122 @@ def steps_of_rows(requests: int, tokens: int) -> list[Step]:
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
         )
         ids = [[block_ids(tokens // BLOCK_SIZE, i)] for i in range(requests)]
-        steps.insert(
-            0,
+        held = [KVCacheBlocks(([KVCacheBlock(b) for b in i],)) for (i,) in ids]
+        steps[:0] = [
             (
-                "P, D scheduler",
-                "blocks of the request",
+                "P scheduler",
+                "blocks that are sent",
                 lambda: [sent_blocks(config, i, tokens) for i in ids],
             ),
-        )
+            (
+                "D scheduler",
+                "blocks that are loaded",
+                lambda: [loaded_blocks(config, blocks, tokens) for blocks in held],
+            ),
+        ]
     return steps
+
+
+class Running(SimpleNamespace):
+    """A running request, as far as the step looks at it."""
+
+    __hash__ = object.__hash__
+
+
+RUNNING = (0, 64, 1024, 4096)
+
+
+def decode_steps(running: int) -> dict[str, Callable[[], Any]]:
+    """The end of a step's scheduling, by what vLLM it is."""
+    from vllm.v1.core.sched import scheduler as patched
+
+    stock = stock_scheduler(Path(patched.__file__))
+    requests = {
+        f"cmpl-{i:032x}-0-{i:08x}": Running(
+            num_computed_tokens=5000,
+            num_in_flight_tokens=0,
+            num_tokens=4001,
+            num_prompt_tokens=4000,
+            num_output_placeholders=0,
+            use_structured_output=False,
+            kv_transfer_params={"do_remote_decode": True},
+        )
+        for i in range(running)
+    }
+    output = SimpleNamespace(
+        scheduled_new_reqs=[],
+        num_scheduled_tokens=dict.fromkeys(requests, 1),
+        has_structured_output_requests=False,
+        kv_checksum_scheduled=None,
+    )
+
+    def step(module: Any, kv_checksum: Any) -> Callable[[], Any]:
+        held = object.__new__(module.Scheduler)
+        vars(held).update(
+            requests=requests,
+            defer_block_free=False,
+            _inflight_prefills=set(),
+            finished_req_ids=set(),
+            reset_preempted_req_ids=set(),
+        )
+        held.kv_checksum = kv_checksum
+        return lambda: module.Scheduler._update_after_schedule(held, output)
+
+    return {
+        "stock": step(stock, None),
+        "off": step(patched, None),
+        "on": step(patched, scheduler_part()),
+    }
+
+
+def stock_scheduler(path: Path) -> Any:
+    """vLLM's own scheduler module, as `vllm-kv-checksum apply` kept it."""
+    kept = path.relative_to(path.parents[3])
+    original = path.parents[3] / ".kv_checksum_manifest" / "originals" / kept
+    if not original.exists():
+        raise SystemExit(f"no stock scheduler at {original}: vllm-kv-checksum apply")
+    spec = importlib.util.spec_from_file_location("stock_scheduler", original)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def scheduler_part() -> Any:
+    """Checksums of an instance whose running requests were all sent already."""
+    from vllm.distributed.kv_transfer.kv_checksum import KVChecksumScheduler
+
+    return KVChecksumScheduler(
+        SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(
+                kv_checksum_fail_closed=False, kv_load_failure_policy="fail"
+            ),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=1, pipeline_parallel_size=1
+            ),
+        ),
+        None,
+        SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=BLOCK_SIZE)),
+        SimpleNamespace(kv_cache_groups=[]),
+    )
+
+
+def print_decode_steps(repeats: int) -> list[dict[str, Any]]:
+    """Print and return the microseconds of such a step, by running requests."""
+    print(
+        f"\n{'running requests':<18}{'stock us':>10}{'off us':>10}{'on us':>10}", end=""
+    )
+    print(f"{'on - off us':>13}")
+    rows = []
+    for running in RUNNING:
+        took = {
+            name: microseconds(run, 10 * repeats)
+            for name, run in decode_steps(running).items()
+        }
+        print(f"{running:<18}", *(f"{us:>9.2f}" for us in took.values()), end="")
+        print(f"{took['on'] - took['off']:>13.2f}")
+        rows.append({"running": running, **took})
+    return rows
 
 
 def steps_of_sums(tokens: int) -> list[Step]:
@@ -185,10 +300,13 @@ def main() -> None:
                     "passes": took / one_pass,
                 }
             )
-    if not vllm_is_installed():
-        print("\nnot run: blocks of the request (vLLM is not installed)")
+    decode: list[dict[str, Any]] = []
+    if vllm_is_installed():
+        decode = print_decode_steps(args.repeats)
+    else:
+        print("\nnot run, vLLM is not installed: blocks, and steps that decode")
     if args.json:
-        print(json.dumps({"results": results}))
+        print(json.dumps({"results": results, "decode": decode}))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ killed run can be taken back; then each file is replaced by an atomic rename. An
 failure puts back the tree as it was, bit-identical (`saved.py`).
 """
 
-import difflib
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import re
@@ -19,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from . import KNOWN_VERSIONS
+from .access import closed_to_others, make_folder, own, unreadable
 from .edits import AnchorError, Module
 from .saved import (
     READ_ONLY,
@@ -33,6 +32,14 @@ FEATURE = "distributed/kv_transfer/kv_checksum"
 """Where the feature's own modules stand, below the ``vllm`` package."""
 
 MANIFEST_DIR = ".kv_checksum_manifest"
+
+EVERY_VLLM_HAS = "v1/core/sched/scheduler.py"
+
+
+_SHOWN = 5
+
+_REOPEN = "run `vllm-kv-checksum apply` again, as the owner of the vLLM tree"
+_MOVE = "open them to others (chmod), or apply without --link"
 
 
 class InstallError(Exception):
@@ -95,7 +102,7 @@ def find_package(tree: Path | None) -> Path:
         candidates = [tree, tree / "vllm"]
         fix = "--tree takes the folder that holds the vllm package, or the package"
     for candidate in candidates:
-        if (candidate / "v1/core/sched/scheduler.py").is_file():
+        if (candidate / EVERY_VLLM_HAS).is_file():
             return candidate.resolve()
     raise InstallError(f"no vLLM found{f' in {tree}' if tree else ''}: {fix}")
 
@@ -235,10 +242,12 @@ def put_feature(package: Path, plan: Plan, source: Path, link: bool) -> None:
     remove(target)
     if link:
         os.symlink(source.resolve(), target, target_is_directory=True)
+        folder = target.parent.stat()
+        own(target, folder.st_uid, folder.st_gid)
         return
-    target.mkdir()
+    make_folder(target, target.parent)
     for name, data in plan.feature.items():
-        write_atomically(target / name, data)
+        write_atomically(target / name, data, package / EVERY_VLLM_HAS)
 
 
 @contextmanager
@@ -280,7 +289,7 @@ def _apply(
 ) -> str:
     manifest = read_manifest(package)
     if manifest is not None:
-        _refuse_wheel(package, manifest)
+        refuse_wheel(package, manifest)
         _refuse_changed(package, manifest)
     elif os.path.lexists(package / FEATURE):
         raise InstallError(
@@ -293,6 +302,7 @@ def _apply(
         and (manifest.state, manifest.series_version, manifest.linked)
         == ("applied", plan.series_version, link)
         and not missing(package, manifest)
+        and not _closed(package, manifest)
     ):
         return f"already applied to vLLM {plan.vllm_version} in {package}"
     with _explained(package), transaction(*_touched(package, plan.edited)):
@@ -322,21 +332,28 @@ def _write(package: Path, plan: Plan, feature_dir: Path, link: bool) -> None:
     )
     for name, data in plan.originals.items():
         backup = package / MANIFEST_DIR / "originals" / name
-        backup.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(backup, data)
+        make_folder(backup.parent, package)
+        write_atomically(backup, data, _own(package, name))
     save_manifest(package, manifest)
     put_feature(package, plan, feature_dir, link)
     for name, data in plan.edited.items():
-        write_atomically(package / name, data)
+        write_atomically(package / name, data, _own(package, name))
     manifest.state = "applied"
     save_manifest(package, manifest)
+
+
+def _own(package: Path, name: str) -> Path:
+    """A file of vLLM whose mode and owner are vLLM's own; its copy, if it is gone."""
+    path = package / name
+    return path if path.is_file() else package / MANIFEST_DIR / "originals" / name
 
 
 def save_manifest(package: Path, manifest: Manifest) -> None:
     """Write the manifest once everything that it speaks of is on disk."""
     folder = package / MANIFEST_DIR
     _sync(package, manifest)
-    write_atomically(folder / "manifest.json", manifest.to_json())
+    path = folder / "manifest.json"
+    write_atomically(path, manifest.to_json(), package / EVERY_VLLM_HAS)
     sync_folders([folder])
 
 
@@ -354,7 +371,7 @@ def _sync(package: Path, manifest: Manifest) -> None:
     sync_folders(sorted(folders))
 
 
-def _refuse_wheel(package: Path, manifest: Manifest) -> None:
+def refuse_wheel(package: Path, manifest: Manifest) -> None:
     if manifest.wheel:
         version, _, local = manifest.vllm_version.partition("+")
         own = f"{version}+{local.rpartition('.kvchecksum')[0]}".rstrip("+")
@@ -394,7 +411,7 @@ def _revert(package: Path, force: bool) -> str:
         # A run killed before its first edit has left copies only.
         remove(package / MANIFEST_DIR)
         return f"not applied to {package}: nothing to do"
-    _refuse_wheel(package, manifest)
+    refuse_wheel(package, manifest)
     if not force:
         _refuse_changed(package, manifest)
     other_version = read_version(package) != manifest.vllm_version
@@ -406,7 +423,8 @@ def _revert(package: Path, force: bool) -> str:
             ours = digest in (record.after, record.previous)
             if digest != record.before and (ours or not other_version):
                 backup = package / MANIFEST_DIR / "originals" / name
-                write_atomically(package / name, backup.read_bytes())
+                like = _own(package, name)
+                write_atomically(package / name, backup.read_bytes(), like)
         remove(package / FEATURE)
         _sync(package, manifest)
         remove(package / MANIFEST_DIR)
@@ -415,7 +433,20 @@ def _revert(package: Path, force: bool) -> str:
 
 
 def status(package: Path) -> tuple[int, str]:
-    """Exit status (0 applied, 1 not applied, 2 changed or interrupted) and a text."""
+    """Exit status and a text.
+
+    0: applied; 1: not applied; 2: changed or interrupted, or closed to other users.
+    """
+    try:
+        return _status(package)
+    except PermissionError as error:
+        return 2, (
+            f"{error.filename} cannot be read by this user, as when the series was "
+            f"applied under a strict umask: {_REOPEN}"
+        )
+
+
+def _status(package: Path) -> tuple[int, str]:
     manifest = read_manifest(package)
     version = read_version(package)
     if manifest is None:
@@ -436,30 +467,28 @@ def status(package: Path) -> tuple[int, str]:
     gone = missing(package, manifest)
     if gone:
         return 2, f"applied {head}; no longer in place: {', '.join(gone)}; run apply"
+    if closed := _closed(package, manifest):
+        names = ", ".join(map(str, closed[:_SHOWN]))
+        more = f" and {len(closed) - _SHOWN} more" if len(closed) > _SHOWN else ""
+        fix = _MOVE if manifest.linked else _REOPEN
+        return 2, (
+            f"applied {head}, but users that may read vLLM cannot read {names}{more}: "
+            f"{fix}"
+        )
     return 0, f"applied {head}"
 
 
-def diff(package: Path, series: list[Module], feature_dir: Path) -> str:
-    """The unified diff of applying, for ``git apply`` in the folder of the package."""
-    manifest = read_manifest(package)
-    if manifest is not None:
-        _refuse_wheel(package, manifest)
-    plan = make_plan(package, series, feature_dir, force=True)
-    parts: list[str] = []
-    for name, old in plan.originals.items():
-        parts += _diff(f"a/vllm/{name}", f"b/vllm/{name}", old, plan.edited[name])
-    for name, data in plan.feature.items():
-        path = f"vllm/{FEATURE}/{name}"
-        parts += [f"diff --git a/{path} b/{path}\n", "new file mode 100644\n"]
-        parts += _diff("/dev/null", f"b/{path}", b"", data)
-    return "".join(parts)
-
-
-def _diff(old_name: str, new_name: str, old: bytes, new: bytes) -> Iterator[str]:
-    # Not str.splitlines(), which also splits at what is no end of line to git.
-    before, after = (
-        io.StringIO(data.decode("utf-8"), newline="\n").readlines()
-        for data in (old, new)
-    )
-    for line in difflib.unified_diff(before, after, old_name, new_name):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+def _closed(package: Path, manifest: Manifest) -> list[Path]:
+    """What was put into the tree and fewer users may read than vLLM's own files."""
+    file, folder = package / EVERY_VLLM_HAS, package / FEATURE
+    ours = package / MANIFEST_DIR
+    pairs = [(ours, package), (ours / "manifest.json", file)]
+    backups = [(ours / "originals" / name, package / name) for name in manifest.files]
+    pairs += [pair for pair in backups if pair[0].is_file()]
+    if not manifest.linked:
+        pairs += [(folder, folder.parent)]
+        pairs += [(folder / name, file) for name in manifest.feature]
+        return unreadable(pairs)
+    # Elsewhere: only whether others get there can be told.
+    elsewhere = [] if closed_to_others(file) else closed_to_others(folder)
+    return unreadable(pairs) + elsewhere

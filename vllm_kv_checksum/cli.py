@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from . import apply as installer
+from .diff import diff
 from .series import load_series
 from .wheel import patch_wheel
 
@@ -47,7 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "status",
         parents=[tree],
-        help="exit status 0: applied, 1: not applied, 2: changed or interrupted",
+        help="exit status 0: applied, 1: not applied, 2: changed, interrupted, or "
+        "closed to users that may read vLLM",
     )
     commands.add_parser(
         "diff", parents=[tree], help="print what apply would change, for git apply"
@@ -90,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.command == "revert":
         print(installer.revert(package, force=arguments.force))
     elif arguments.command == "diff":
-        sys.stdout.write(installer.diff(package, load_series(), feature_dir()))
+        sys.stdout.write(diff(package, load_series(), feature_dir()))
     else:
         code, text = installer.status(package)
         print(text)

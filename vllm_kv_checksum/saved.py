@@ -4,11 +4,14 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from .access import adopt, own
 
 _TEMPORARY = ".{}.kv_checksum_tmp"
 
@@ -65,15 +68,18 @@ def _is_open_as(path: Path, descriptor: int) -> bool:
         return False
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by a rename once its content is on disk; its mode is kept."""
+def write_atomically(path: Path, data: bytes, like: Path) -> None:
+    """Replace `path` by a rename once its content is on disk.
+
+    Args:
+        like: whose mode and owner it gets; `path` itself keeps its own.
+    """
     temporary = path.with_name(_TEMPORARY.format(path.name))
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    if path.exists():
-        shutil.copymode(path, temporary)
+    adopt(temporary, like)
     os.replace(temporary, path)
 
 
@@ -100,19 +106,20 @@ class _Saved:
     """One path: what it was, None for absent; a folder's files by relative name."""
 
     path: Path
+    stat: os.stat_result | None = None
     data: bytes | None = None
-    mode: int = 0
     link: str | None = None
     inside: "list[_Saved] | None" = field(default=None)
 
     @classmethod
     def of(cls, path: Path) -> "_Saved":
         if path.is_symlink():
-            return cls(path, link=os.readlink(path))
+            return cls(path, path.lstat(), link=os.readlink(path))
         if path.is_dir():
-            return cls(path, inside=[cls.of(p) for p in sorted(path.iterdir())])
+            inside = [cls.of(p) for p in sorted(path.iterdir())]
+            return cls(path, path.stat(), inside=inside)
         if path.is_file():
-            return cls(path, path.read_bytes(), path.stat().st_mode)
+            return cls(path, path.stat(), path.read_bytes())
         return cls(path)
 
     def put_back(self) -> None:
@@ -121,13 +128,14 @@ class _Saved:
             if not self.path.is_file() or self.path.read_bytes() != self.data:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.path.write_bytes(self.data)
-            if self.path.stat().st_mode != self.mode:
-                self.path.chmod(self.mode)
+            self._put_back_mode()
             return
         if self.inside is None or self.path.is_symlink():
             remove(self.path)
         if self.link is not None:
             self.path.symlink_to(self.link)
+            assert self.stat is not None
+            own(self.path, self.stat.st_uid, self.stat.st_gid)
         elif self.inside is not None:
             self.path.mkdir(parents=True, exist_ok=True)
             kept = {saved.path for saved in self.inside}
@@ -135,6 +143,13 @@ class _Saved:
                 remove(extra)
             for saved in self.inside:
                 saved.put_back()
+            self._put_back_mode()
+
+    def _put_back_mode(self) -> None:
+        assert self.stat is not None
+        own(self.path, self.stat.st_uid, self.stat.st_gid)
+        if self.path.stat().st_mode != self.stat.st_mode:
+            self.path.chmod(stat.S_IMODE(self.stat.st_mode))
 
 
 @contextmanager

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from .access import adopt
 from .apply import (
+    EVERY_VLLM_HAS,
     FEATURE,
     MANIFEST_DIR,
     FileRecord,
@@ -33,7 +35,7 @@ from .saved import sync_folders
 LOCAL_VERSION = "kvchecksum.1"
 
 _PIECE = 1 << 20
-_EVERY_VLLM_HAS = "vllm/v1/core/sched/scheduler.py"
+_EVERY_VLLM_HAS = f"vllm/{EVERY_VLLM_HAS}"
 
 
 @dataclass
@@ -94,7 +96,9 @@ def patch_wheel(
             if target.exists():
                 raise InstallError(f"{target} exists: remove it or choose another -o")
             files = _changed_files(source, version, series, feature_dir, force)
-            folder.mkdir(parents=True, exist_ok=True)
+            if not folder.exists():
+                folder.mkdir(parents=True)
+                adopt(folder, base.resolve().parent)
             _write(source, version, files, target)
     except (zipfile.BadZipFile, EOFError, UnicodeDecodeError) as error:
         raise InstallError(f"{base} is not an intact wheel: {error}") from None
@@ -173,6 +177,7 @@ def _write(base: _Base, version: str, files: dict[str, bytes], target: Path) -> 
                 _fill(base, version, files, out)
             file.flush()
             os.fsync(file.fileno())
+        adopt(part, base.path)
         os.replace(part, target)
         sync_folders([target.parent])
     except BaseException:

@@ -217,10 +217,10 @@ def test_the_dashboards_queries_parse(tmp_path):
     board = json.loads((FEATURES / "kv_checksum_dashboard.json").read_text())
     rules = []
     for panel in board["panels"]:
-        for target in panel["targets"]:
+        for number, target in enumerate(panel["targets"]):
             query = re.sub(r"\$__(rate_interval|range)", "5m", target["expr"])
             query = re.sub(r"\$(model_name|instance)", ".*", query)
-            rules.append({"record": f"panel:{panel['id']}", "expr": query})
+            rules.append({"record": f"panel:{panel['id']}:{number}", "expr": query})
     path = tmp_path / "panels.yaml"
     path.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
     done = subprocess.run(

@@ -6,10 +6,11 @@ hybrids, in its state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from rig.families import tiny
 from rig.routing import prefill_decode
 from rig.servers import serving
@@ -33,6 +34,7 @@ class Family:
         attention: a group of attention layers.
         state: a group of state layers, or None.
         same_text: whether decode gives what prefill gives on this CPU backend.
+        amx: vLLM may use the CPU's matrix unit, which other tests hide from it.
     """
 
     attention: int
@@ -42,10 +44,13 @@ class Family:
     block_size: int = 32
     args: tuple[str, ...] = ()
     same_text: bool = True
+    amx: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        env = DS_CONV if self.state is not None else {}
+        env = dict(DS_CONV) if self.state is not None else {}
+        if self.amx:
+            env["KV_CHECKSUM_RIG_AMX"] = "1"
         return {
             "dtype": self.dtype,
             "block_size": self.block_size,
@@ -73,10 +78,16 @@ FAMILIES = {
     "deepseek_v2": Family(0, 1, block_size=16, args=NO_PREFIX_CACHE, same_text=False),
 }
 
+ON_AMX = {
+    "gemma3": replace(FAMILIES["gemma3"], amx=True, same_text=False),
+    "deepseek_v2": replace(FAMILIES["deepseek_v2"], amx=True, block_size=32),
+}
+"""Keys and values in tiles of bf16, and AMX's own backend of latents."""
 
-def pair(forks, name, p_tp=1, d_tp=1, mode="fail", model=None):
+
+def pair(forks, name, p_tp=1, d_tp=1, mode="fail", model=None, family=None):
     """A producer and a drilled consumer; `model` is another of the same family."""
-    family = FAMILIES[name]
+    family = family or FAMILIES[name]
     folder = tiny(model or name, family.dtype)
     label = f"e2e-{model or name}-{p_tp}{d_tp}-{mode}"
     common = {"fork_server": forks, **family.options}
@@ -123,8 +134,19 @@ def check_damage_is_seen(p, d, family):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(forks, name):
-    family = FAMILIES[name]
-    p, d = pair(forks, name)
+    check_family(FAMILIES[name], *pair(forks, name))
+
+
+@pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("amx_tile"), reason="the CPU has no AMX"
+)
+@pytest.mark.parametrize("name", ON_AMX)
+def test_a_family_on_a_cpu_with_amx(forks, name):
+    family = ON_AMX[name]
+    check_family(family, *pair(forks, name, mode="fail", family=family))
+
+
+def check_family(family, p, d):
     with serving(p, d):
         check_clean_loads(p, d, family, LENGTHS)
         check_damage_is_seen(p, d, family)

@@ -7,10 +7,15 @@ damaged by a real client of the store.
 from __future__ import annotations
 
 import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rig import processes
 from rig.model import tiny_qwen3
 from rig.mooncake_store import MooncakeStore, key
 from rig.servers import Server, free_port, serving
@@ -22,6 +27,9 @@ pytestmark = pytest.mark.e2e
 MAX_TOKENS = 8
 BLOCK = 32
 LENGTHS = (70, 100, 161, 225, 400, 1500)
+LEASE_S = 2
+"""For how long Mooncake keeps a value for whoever is about to read it."""
+
 CHECKED = {"enable_kv_checksum": True, **pairs.MODES["recompute"]}
 
 
@@ -169,11 +177,15 @@ def one_damaged_value(fleet, reference, hashes, damage, position):
     damage(store, keys, other_keys)
     before = counts(fleet.b)
     assert text(fleet.b, prompt) == expected
-    # Mooncake itself refuses a value of another size: the load fails.
-    found = {} if damage is truncate else {"mismatch": 1}
-    assert gained(fleet.b, before) == {**found, "dropped": 1}
-    assert not any(store.exist(keys)), "a bad key is still there"
-    good = [k for h in hashes(prompt) for k in fleet.keys(h) if k not in keys]
+    if damage is truncate:
+        # Mooncake itself refuses it: nothing is compared, its rank removes it alone.
+        bad, found = keys[-1:], {}
+        assert "1 of 6 values are of another size" in fleet.b.log_text()
+    else:
+        bad, found = keys, {"mismatch": 1, "dropped": 1}
+    assert gained(fleet.b, before) == found
+    assert not any(store.exist(bad)), "a bad key is still there"
+    good = [k for h in hashes(prompt) for k in fleet.keys(h) if k not in bad]
     assert all(store.exist(good)), "a good key was removed"
     # The next request for the prefix stores good KV, which then loads.
     assert text(fleet.a, prompt) == expected
@@ -182,6 +194,54 @@ def one_damaged_value(fleet, reference, hashes, damage, position):
     before = counts(fleet.b)
     assert text(fleet.b, prompt) == expected
     assert gained(fleet.b, before) == {"verified": 1}
+
+
+def test_values_whose_load_failed_on_its_way_stay(
+    forks, model, reference, hashes, tmp_path
+):
+    """A, who holds all of them, answers when their lease is over."""
+    common = dict(model=model, dtype="float32", fork_server=forks)
+    dev = {"VLLM_SERVER_DEV_MODE": "1"}
+    flags = ("-client_ttl=60", f"-default_kv_lease_ttl={LEASE_S * 1000}")
+    prompt = random_prompt("stay", 1500)
+    expected = text(reference, prompt)
+    with (
+        MooncakeStore(tmp_path, flags, lent=0) as store,
+        ThreadPoolExecutor(2) as clients,
+    ):
+        a = store.instance("stay-a", "kv_producer", transfer=CHECKED, **common)
+        closed, opened = (
+            store.instance(
+                f"stay-{closed}",
+                "kv_consumer",
+                transfer={**CHECKED, "kv_checksum_fail_closed": closed},
+                env=dev,
+                **common,
+            )
+            for closed in (True, False)
+        )
+        with ExitStack() as stack:
+            stack.enter_context(serving(a))
+            assert text(a, prompt) == expected
+            keys = [key(model, 0, h) for h in hashes(prompt)]
+            store.wait_for(keys)
+            # They lend memory, too, but come too late for these values.
+            stack.enter_context(serving(closed, opened))
+            values = [store.get(k) for k in keys]
+            processes.send(a.family(), signal.SIGSTOP)
+            answers = [clients.submit(text, b, prompt) for b in (closed, opened)]
+            time.sleep(LEASE_S + 2)
+            processes.send(a.family(), signal.SIGCONT)
+            assert [answer.result() for answer in answers] == [expected] * 2
+            for b in (closed, opened):
+                assert "Failed to get" in b.log_text()
+                assert set(counts(b).values()) == {0}
+            assert [store.get(k) for k in keys] == values
+            # They are what the next request loads.
+            for b in (closed, opened):
+                forget(b)
+                assert text(b, prompt) == expected
+                assert gained(b, dict.fromkeys(counts(b), 0)) == {"verified": 1}
 
 
 def random_prompt(seed, length=200):

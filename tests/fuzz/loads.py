@@ -23,6 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     NixlPullConnector,
     NixlPushConnector,
 )
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -35,7 +37,11 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.report import Reporter
-from vllm.distributed.kv_transfer.kv_checksum.verdict import GroupVerdict, LoadVerdict
+from vllm.distributed.kv_transfer.kv_checksum.verdict import (
+    GroupVerdict,
+    LoadVerdict,
+    Unverified,
+)
 
 UNIT = 8  # tokens; all block sizes here are multiples
 TOKENS, LONG = 100, 131_072
@@ -98,9 +104,9 @@ class WatchedScheduler(KVChecksumScheduler):
         seconds = count(0, 100)
         self._reporter = Reporter(lambda: float(next(seconds)))
 
-    def _count(self, verdict: LoadVerdict, load: Any) -> None:
+    def _count(self, verdict: LoadVerdict, carrier: Any) -> None:
         self.verdict = verdict
-        super()._count(verdict, load)
+        super()._count(verdict, carrier)
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,7 @@ class Load:
                 ),
             ),
             PullConnector() if by_params else PushConnector(),
-            SimpleNamespace(get_block_ids=lambda req_id: rows),
+            self._cache_manager(rows),
             self.config,
         )
         self.sums = {
@@ -168,15 +174,32 @@ class Load:
         self.starts = self._starts()
         self.records = [self._record(rank) for rank in range(case.tp_size)]
 
+    def _cache_manager(self, rows: list[list[int]]) -> SimpleNamespace:
+        """A request's blocks as vLLM holds them; those that are local have a hash."""
+        groups = []
+        local = self.case.first_token // self.case.block_size
+        for group_id, row in zip(self.case.groups, rows, strict=True):
+            blocks = [KVCacheBlock(i) for i in row]
+            for block in blocks[: 0 if group_id == STATE else local]:
+                block.set_block_hash(BlockHashWithGroupId(b"local"))
+            groups.append(blocks)
+        held = KVCacheBlocks(tuple(groups))
+        return SimpleNamespace(
+            get_blocks=lambda req_id: held,
+            block_pool=SimpleNamespace(hash_block_size=self.case.block_size),
+        )
+
     def size(self, group_id: int) -> int:
         """Tokens that one block of a group counts for."""
         return 1 if group_id == STATE else self.case.block_size
 
     def _starts(self) -> dict[int, int]:
-        found = self.scheduler._transferred(
-            REQUEST, self.case.first_token, self.case.num_tokens
-        )
-        return {g: start for g, (start, _) in found.blocks.groups.items()}
+        """The first block of every group that the connector loads."""
+        size = self.case.block_size
+        local = self.case.first_token // size
+        window = -(-self.case.num_tokens // size) - (-(-40 // size) + 1)
+        starts = {FULL: local, WINDOW: max(local, window), STATE: 0}
+        return {g: starts[g] for g in self.case.groups}
 
     def _record(self, rank: int) -> KVChecksumRecord:
         """One worker's part; of two, each also holds a copy of some layers."""
@@ -199,14 +222,16 @@ class Load:
         )
 
     def run(self, params: Any, received: bytes | None = None) -> LoadVerdict | None:
-        """Its verdict, or None if it is neither verified nor counted."""
+        """Its verdict."""
         scheduler = self.scheduler
         scheduler.verdict = None
         request = u.Request(
             request_id=REQUEST,
-            kv_transfer_params=params,
+            # The payload is taken out of it.
+            kv_transfer_params=dict(params) if isinstance(params, dict) else params,
             status=RequestStatus.WAITING_FOR_REMOTE_KVS,
             num_computed_tokens=self.case.num_tokens,
+            _block_hasher=None,
         )
         scheduler.add_recv(request, self.case.first_token, self.case.num_tokens)
         asked = scheduler.build_checksum_meta() or KVChecksumScheduled()
@@ -235,7 +260,10 @@ class Load:
         carrier = "kv_transfer_params"
         if isinstance(scheduler.connector, PushConnector):
             carrier = "connector"
+        if f"unverified:{Unverified.FROM_DECODE.value}" in stats:
+            carrier = "none"
         assert loads == {f"loads:{verdict.outcome}:{carrier}": 1}
+        assert stats["loads_started"] == 1
         fails = self.case.fail_closed and verdict.outcome != "verified"
         assert set(bad) == ({REQUEST} if fails else set())
 
@@ -263,7 +291,8 @@ def assert_right(load: Load, verdict: LoadVerdict, data: bytes) -> None:
         left_out = {STATE} if tp_size != case.tp_size else set()
         assert set(verdict.groups) == set(case.groups) - left_out
         for group_id, group in verdict.groups.items():
-            assert group.compared
+            number = len(load.sums[group_id]) - starts[group_id]
+            assert group.compared == number or (group_id == WINDOW and group.compared)
             # Otherwise the load's first blocks were left out without a word.
             large = max(load.size(group_id), groups[group_id][1])
             assert starts[group_id] * load.size(group_id) % large == 0

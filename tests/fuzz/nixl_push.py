@@ -5,9 +5,11 @@ Both go through vLLM's own functions with the feature's lines in them. What is f
 NIXL agent, the handshake and the topology.
 """
 
+from binascii import a2b_base64
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import msgspec
 from kv_checksum_receivers import PushConsumer
@@ -54,67 +56,131 @@ class QuietConsumer(PushConsumer):
         pass
 
 
+NAME = len(b"kv_checksums:")
+
+
+def digits(text: bytes, value: int) -> bool:
+    """Whether 8 lower-case hexadecimal digits say `value`."""
+    return text == format(value, "08x").encode()
+
+
+def long_form(data: bytes) -> tuple[bytes, bytes] | None:
+    """A long form's plain part and payload (b"" if that is damaged), read once more.
+
+    None if the plain part did not come through.
+    """
+    number, _, rest = data[NAME:].partition(b":")
+    if not number.isdigit() or len(number) > 6 or rest[8:9] != b":":
+        return None
+    end = 9 + int(number)
+    plain, tail = rest[9:end], rest[end:]
+    _, colon, ranks = plain.rpartition(b":")
+    right = len(plain) == int(number) and digits(rest[:8], crc32(plain)) and colon
+    if not right or not ranks.isdigit() or not 0 < len(ranks.lstrip(b"0")) < 10:
+        return None
+    try:
+        plain.decode()
+    except UnicodeDecodeError:
+        return None
+    payload = b""
+    if tail[:1] + tail[9:10] == b"::":
+        try:
+            payload = a2b_base64(tail[10:], strict_mode=True)
+        except ValueError:
+            return plain, b""
+        if not digits(tail[1:9], crc32(payload)):
+            payload = b""
+    return plain, payload
+
+
 class Notifs(Target):
-    """What stands behind the prefix of a completion notif's long form."""
+    """What stands behind the first two bytes of a completion notif's long form."""
 
     name = "push_notif"
     max_len = 8192
     of_vllm = (NixlPushConnectorWorker._get_new_notifs,)
 
     def run(self, data: bytes) -> str:
-        notif = nixl_push._PREFIX + data
+        notif = nixl_push._PREFIX[:2] + data
         consumer, stock = QuietConsumer(AWAITED, 2), QuietConsumer(AWAITED, 2)
-        match tree_of(data):
-            case [str(req_id), int(tp_size), bytes(payload)] if tp_size >= 1:
-                good = not isinstance(tp_size, bool)
-            case _:
-                good = False
-        if not good:
+        asked: dict[str, Any] = {"request_id": "next"}
+        nixl_push.ask(asked)
+        found = long_form(data)
+        if found is None:
             before = state_of(consumer)
             assert consumer.get(notif) == []
             assert state_of(consumer) == before and received(consumer) == {}
+            # From now on, registrations are those of stock vLLM.
+            assert consumer.kv_checksums.registration(asked) == {"request_id": "next"}
             return "dropped"
         # The long form is counted like the plain one.
-        plain = f"{req_id}:{tp_size}".encode()
+        plain, payload = found
         for _ in range(3):
             consumer.get(notif)
             stock.get(plain)
             assert state_of(consumer) == state_of(stock)
+        req_id = plain.decode().rpartition(":")[0]
         assert received(consumer) == ({req_id: payload} if req_id in AWAITED else {})
         assert received(consumer) == {}
-        split = nixl_push.split_payload(notif)
-        assert split == (req_id, tp_size, payload)
-        again = nixl_push.add_payload(plain, payload)
-        assert nixl_push.split_payload(again) == split
-        return "complete" if consumer._recving_transfers else "counted"
+        assert consumer.kv_checksums.registration(asked) is asked
+        assert nixl_push.split_payload(notif) == found
+        assert nixl_push.split_payload(nixl_push.add_payload(*found)) == found
+        complete = "complete" if consumer._recving_transfers else "counted"
+        return complete if payload else f"{complete}, no payload"
+
+    def parse(self, data: bytes) -> Any:
+        found = long_form(data)
+        if found is None:
+            raise ValueError("not a long form")
+        return list(found)
+
+    def unparse(self, tree: Any) -> bytes:
+        plain, payload = tree
+        return nixl_push.add_payload(plain, payload)[2:]
 
     def seeds(self) -> dict[str, bytes]:
-        encode = msgspec.msgpack.encode
-        prefix = len(nixl_push._PREFIX)
-        right = nixl_push.add_payload(b"r:2", b"payload")[prefix:]
+        def form(plain: bytes, payload: bytes = b"x") -> bytes:
+            return nixl_push.add_payload(plain, payload)[2:]
+
+        right = form(b"r:2", bytes(range(256)))
+        inner = form(b"x:1")
         return {
             "right": right,
-            "more-ranks": nixl_push.add_payload(b"s:8", b"")[prefix:],
-            "not-awaited": nixl_push.add_payload(b"expired:1", b"x")[prefix:],
-            "like-a-heartbeat": nixl_push.add_payload(b"HB:r:1", b"x")[prefix:],
-            "like-a-registration": encode(("PUSH_REG:r", 1, b"")),
-            "colons": nixl_push.add_payload(b"a:b:c:1", b"x")[prefix:],
-            "no-id": encode(("", 1, b"")),
+            "more-ranks": form(b"s:8", b""),
+            "not-awaited": form(b"expired:1"),
+            "like-a-heartbeat": form(b"HB:r:1"),
+            "like-a-registration": form(b"PUSH_REG:r:1"),
+            "colons": form(b"a:b:c:1"),
+            "no-id": form(b":1"),
+            "id-not-utf8": form(b"\xfe:1"),
+            "id-with-zero-byte": form(b"\0:1"),
+            "id-is-a-long-form": form(inner + b":1"),
             "empty": b"",
-            "no-msgpack": b"\xc1",
-            "ranks-0": encode(("r", 0, b"")),
-            "ranks-negative": encode(("r", -1, b"")),
-            "ranks-2-64": encode(("r", 2**64 - 1, b"")),
-            "ranks-true": encode(("r", True, b"")),
-            "ranks-float": encode(("r", 1.0, b"")),
-            "two-fields": encode(("r", 1)),
-            "four-fields": encode(("r", 1, b"", b"")),
-            "payload-text": encode(("r", 1, "text")),
-            "id-bytes": encode((b"r", 1, b"")),
-            "id-not-utf8": b"\x93\xa1\xff\x01\xc4\x00",
-            "more-after": right + b"\x00",
-            "nested": b"\x91" * 3000,
-            "promises-4-GB": b"\x93\xa1r\x01\xc6\xff\xff\xff\xff",
+            "ranks-0": form(b"r:0"),
+            "ranks-negative": form(b"r:-1"),
+            "ranks-2-64": form(b"r:%d" % (2**64)),
+            "ranks-many-zeros": form(b"r:" + b"0" * 50 + b"2"),
+            "ranks-missing": form(b"r:"),
+            "no-colon": form(b"r"),
+            "cut-in-the-name": right[:5],
+            "cut-before-the-length": right[:NAME],
+            "cut-in-the-id": right[: NAME + 12],
+            "cut-behind-the-id": right[: NAME + 14],
+            "cut-in-the-digits": right[: NAME + 18],
+            "cut-before-the-payload": right[: NAME + 24],
+            "cut-in-the-payload": right[:-4],
+            "last-byte-missing": right[:-1],
+            "zero-byte-after": right + b"\0",
+            "more-after": right + b"AAAA",
+            "one-bit-of-the-id": right.replace(b"r:2", b"s:2"),
+            "one-bit-of-the-payload": right[:-9] + b"B" + right[-8:],
+            "not-base64": right[:-9] + b"-" + right[-8:],
+            "line-end-in-base64": right[:-9] + b"\n" + right[-8:],
+            "upper-case-digits": right[:NAME] + right[NAME : NAME + 11].upper(),
+            "length-with-zeros": right[:NAME] + b"00" + right[NAME:],
+            "length-of-7-digits": right[:NAME] + b"000000" + right[NAME:],
+            "promises-999999": right[:NAME] + b"999999:00000000:r:1",
+            "the-form-before": b"\x93\xa1r\x02\xc4\x01x",
         }
 
 
@@ -205,7 +271,8 @@ class Registrations(Target):
             return "raised" if raised else "not-written"
         ((req_id, notif),) = set(producer.written)
         plain = f"{registration['request_id']}:1".encode()
-        if registration.get("kv_checksums") is True:
+        form = registration.get("kv_checksums")
+        if type(form) is int and form == 2:
             assert notif == nixl_push.add_payload(plain, Producer.HELD[req_id])
             assert outgoing == Producer.HELD
             return "asked"
@@ -236,13 +303,16 @@ class Registrations(Target):
                 f"flag-{name}": encode(asked | {key: value})
                 for name, value in {
                     "false": False,
+                    "the-form-before": True,
                     "1": 1,
+                    "2-point-0": 2.0,
+                    "later": 3,
                     "text": "true",
                     "nil": None,
                     "list": [True],
                 }.items()
             },
-            "no-engine": encode({"request_id": "r", key: True}),
+            "no-engine": encode({"request_id": "r", key: 2}),
             "no-map": encode([True]),
             "number-keys": encode({1: 2, **asked}),
             "id-number": encode(asked | {"request_id": 1}),

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm.distributed.kv_transfer.kv_checksum import KV_TRANSFER_PARAMS_KEY
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 from .base import Target
 from .loads import (
@@ -26,6 +27,7 @@ from .loads import (
     block_sums,
     right_payload,
 )
+from .untyped import read
 
 HYBRID = (FULL, WINDOW, STATE)
 RIGHT = {
@@ -48,6 +50,8 @@ def assert_decodes(data: bytes) -> None:
         stop = group.start + len(group.values)
         assert 0 <= group.start < 2**40
         assert stop <= -(-payload.num_tokens // group.block_size)
+    _, (*_, groups) = read(data)
+    assert len(groups.pairs) == len(payload.groups), "one of two groups was dropped"
     data = wire.encode(payload)
     assert wire.encode(wire.decode(data)) == data
 
@@ -97,7 +101,8 @@ class Payloads(Target):
                 assert verdict.outcome == "unverified"
             else:
                 assert_right(load, verdict, data)
-                if data == RIGHT[load.case]:
+                from_decode = verdict.unverified is Unverified.FROM_DECODE
+                if data == RIGHT[load.case] and not from_decode:
                     assert verdict.outcome == "verified", verdict
             outcomes.append(verdict.outcome)
         return outcomes
@@ -116,6 +121,11 @@ class Payloads(Target):
             "promises-bytes": b"\x92\x01\x93\x64\x01\x81\x00\x94\x01\x10\x00\xc6\xff\xff\xff\xf8",
             "extension": b"\x92\x01\xc9\xff\xff\xff\xff\x00",
             "group-twice": _twice(),
+            "group-twice-in-two-forms": _twice(b"\xcc\x00"),
+            "group-twice-equal-to-none": b"\x92\x01\x93\x64\x01\x82\x00\x94\x01\x10\x00\xc4\x00"
+            b"\xd3\0\0\0\0\0\0\0\0\x94\x01\x10\x00\xc4\x00",
+            "map-of-16-bits": _longer_count(b"\xde\x00\x01"),
+            "map-of-32-bits": _longer_count(b"\xdf\x00\x00\x00\x01"),
             "group-twice-text-first": b"\x92\x01\x93\x64\x01\x82\x00\xa0"
             + RIGHT[CASES[0]][6:],
         }
@@ -148,11 +158,16 @@ class Payloads(Target):
         }
 
 
-def _twice() -> bytes:
-    """The same group id two times in one map."""
+def _twice(again: bytes = b"\x00") -> bytes:
+    """The same group id two times in one map, the second time as `again`."""
     data = RIGHT[CASES[0]]
-    group = data[data.index(b"\x81\x00") + 1 :]
-    return data.replace(b"\x81\x00", b"\x82\x00", 1) + group
+    group = data[data.index(b"\x81\x00") + 2 :]
+    return data.replace(b"\x81\x00", b"\x82\x00", 1) + again + group
+
+
+def _longer_count(head: bytes) -> bytes:
+    """A right payload whose map says its size in more bytes."""
+    return RIGHT[CASES[0]].replace(b"\x81\x00", head + b"\x00", 1)
 
 
 def _sums(block_size: int) -> bytes:
@@ -269,7 +284,8 @@ class Params(Payloads):
                 **load,
                 key: base64.b64encode(RIGHT[CASES[0]][:-1] + b"x").decode(),
             },
-            "do-remote-decode": {**other, "do_remote_decode": True, key: right},
+            "both-flags": {**other, "do_remote_decode": True, key: right},
+            "from-decode": {"do_remote_decode": True, key: right},
             "no-payload": other,
             **{f"json-{i}": v for i, v in enumerate((None, 7, "x", [], {}, [1], True))},
             "params-text": "kv_checksums",

@@ -23,9 +23,17 @@ class MooncakeStore:
     """One master and a client of it; use as a context manager.
 
     Keys are built as vLLM builds them: `key` of a model, a rank and a block hash.
+
+    Args:
+        log_dir: where the master's log goes.
+        flags: further flags of the master.
+        lent: bytes that the client lends to the store.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(
+        self, log_dir: Path, flags: Sequence[str] = (), lent: int = SEGMENT
+    ) -> None:
+        self._flags, self._lent = flags, lent
         self._port, self._metrics_port = free_port(), free_port()
         self._log_dir = log_dir
         self._config = log_dir / "mooncake.json"
@@ -47,6 +55,7 @@ class MooncakeStore:
                     f"-rpc_port={self._port}",
                     f"-rpc_address={HOST}",
                     f"-metrics_port={self._metrics_port}",
+                    *self._flags,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -54,6 +63,11 @@ class MooncakeStore:
                 start_new_session=True,
             )
         self._guard = processes.guard(self._master.pid)
+
+    @property
+    def address(self) -> str:
+        """Host and port of the master."""
+        return f"{HOST}:{self._port}"
 
     def kill_master(self) -> None:
         """End the master at once."""
@@ -65,7 +79,7 @@ class MooncakeStore:
         """Return the settings of an instance's store."""
         return {
             "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"{HOST}:{self._port}",
+            "master_server_address": self.address,
             "protocol": "tcp",
             "device_name": "",
             "mode": "embedded",
@@ -81,9 +95,8 @@ class MooncakeStore:
         until = time.monotonic() + timeout
         while True:
             client = MooncakeDistributedStore()
-            master = f"{HOST}:{self._port}"
             status = client.setup(
-                HOST, "P2PHANDSHAKE", SEGMENT, SEGMENT, "tcp", "", master
+                HOST, "P2PHANDSHAKE", self._lent, SEGMENT, "tcp", "", self.address
             )
             if status == 0:
                 self._client = client

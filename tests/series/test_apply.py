@@ -15,6 +15,7 @@ import pytest
 
 from vllm_kv_checksum import apply as installer
 from vllm_kv_checksum import cli, saved
+from vllm_kv_checksum.diff import diff
 from vllm_kv_checksum.edits import Module
 from vllm_kv_checksum.series import load_series
 
@@ -72,7 +73,7 @@ def snapshot(folder: Path) -> dict[str, tuple]:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             found[name] = (digest, path.stat().st_mode)
         else:
-            found[name] = ("folder",)
+            found[name] = ("folder", path.stat().st_mode)
     return found
 
 
@@ -257,7 +258,8 @@ def fail_at(monkeypatch, step) -> list[str]:
     guard(installer, "remove")
     guard(saved.os, "replace")
     guard(saved.os, "symlink")
-    guard(saved.shutil, "copymode")
+    guard(saved, "adopt")
+    guard(installer, "make_folder")
     return done
 
 
@@ -400,13 +402,13 @@ def test_unknown_versions(package, feature):
 def test_diff_applies_with_git(package, feature, tmp_path):
     other = package / "config/other.py"
     other.write_text("import sys\n\na = '\x0c \u2028'  # no end of line")
-    text = installer.diff(package, series(), feature)
+    text = diff(package, series(), feature)
     copy = tmp_path / "checkout"
     shutil.copytree(package.parent, copy)
     git = ["git", "-C", str(copy), "apply", "-p1"]
     subprocess.run(git, input=text, text=True, check=True)
     installer.apply(package, series(), feature)
-    assert installer.diff(package, series(), feature) == text
+    assert diff(package, series(), feature) == text
     made = ("v1/core/sched/scheduler.py", f"{installer.FEATURE}/part.py")
     for name in (*made, "config/other.py"):
         assert (copy / "vllm" / name).read_text() == (package / name).read_text()
@@ -433,7 +435,7 @@ def git_apply(package: Path, checkout: Path) -> str:
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, *who, "commit", "-qm", "base"], check=True)
-    text = installer.diff(package, load_series(), cli.feature_dir())
+    text = diff(package, load_series(), cli.feature_dir())
     subprocess.run([*git, "apply", "--index"], input=text.encode(), check=True)
     return text
 

@@ -24,8 +24,9 @@ with mooncake.cls("MooncakeXferResponse") as c:
     c.after(
         assign("err_msg"),
         """
-        # KV checksums of ok_reqs, where the producer has them.
-        kv_checksums: dict[ReqId, bytes] | None = None
+        # KV checksums of ok_reqs, where the producer has them, by request id. Raw:
+        # what does not decode must not fail the transfer.
+        kv_checksums: msgspec.Raw = msgspec.Raw()
         """,
     )
 with mooncake.cls("SendBlockMeta") as c:
@@ -89,7 +90,7 @@ with mooncake.function("MooncakeConnectorWorker.send_kv_to_decode") as f:
         assign("response", keyword="ok_reqs"),
         """
         if self.kv_checksums is not None:
-            response.kv_checksums = self.kv_checksums.of_sent(ok_ready_reqs)
+            self.kv_checksums.add_sent(response, ok_ready_reqs)
         """,
     )
 with mooncake.function("MooncakeConnectorWorker.process_pulling_result") as f:

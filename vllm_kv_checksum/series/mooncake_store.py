@@ -1,8 +1,9 @@
 """Mooncake store: checksums are stored with the KV and checked when it is loaded.
 
 The worker's entries are one more region of every value, filled in before the event
-that the sending thread waits for. A load that fails has its blocks removed for
-every rank by the worker of rank 0, which answers on the lookup channel.
+that the sending thread waits for. Blocks that failed their checksums are removed for
+every rank by the worker of rank 0, which answers on the lookup channel; values of
+another size by the loading thread that could not load them.
 """
 
 from ..edits import Module, assign
@@ -75,6 +76,23 @@ with worker.function("MooncakeStoreWorker.wait_for_save") as f:
         """
         if self.kv_checksums is not None:
             self.kv_checksums.save(metadata.requests)
+        """,
+    )
+with worker.cls("KVCacheStoreRecvingThread") as c:
+    c.prepend("kv_checksums = None\n\n")
+with worker.function("MooncakeStoreWorker.register_kv_caches") as f:
+    f.after(
+        assign("recv_thread.name"),
+        "recv_thread.kv_checksums = self.kv_checksums",
+    )
+with worker.function("KVCacheStoreRecvingThread._handle_request") as f:
+    f.before(
+        "self._report_load_error(req_id, [block_id for _, _, block_id in failed])",
+        """
+        if self.kv_checksums is not None:
+            self.kv_checksums.drop_malformed(
+                req_id, batch_keys, batch_sizes, res
+            )
         """,
     )
 with worker.function("LookupKeyServer.__init__.process_request") as f:

@@ -2,7 +2,8 @@
 
 The producer's scheduler ships a payload with the finished blocks; the writer thread
 adds it to the notif if the consumer's registration asked. Both forms of the notif take
-the same completion accounting. The compatibility hash stays vLLM's own.
+the same completion accounting. Once a long form did not come through, registrations
+ask no more. The compatibility hash stays vLLM's own.
 """
 
 from ..edits import Module, assign
@@ -81,6 +82,14 @@ with worker.function("NixlPushConnectorWorker.start_load_kv") as f:
         """
         if self.kv_checksums is not None:
             self.kv_checksums.hold(metadata.push_finished_kv_checksums)
+        """,
+    )
+with worker.function("NixlPushConnectorWorker._do_send_reg_notif") as f:
+    f.before(
+        assign("notif_msg"),
+        """
+        if self.kv_checksums is not None:
+            reg_data = self.kv_checksums.registration(reg_data)
         """,
     )
 with worker.function("NixlPushConnectorWorker._do_start_push_kv") as f:

@@ -4,10 +4,10 @@ vLLM calls ``apply`` in every process (its plugin group ``vllm.general_plugins``
 the module it changes to be imported, so that nothing is loaded earlier than vLLM itself loads it.
 ``KV_CHECKSUM_RIG_ADJUST=0`` in the environment turns all of them off.
 
-None of them touches what a KV transfer carries: they lower the idle load of a small machine, answer a
-question about a device that is not there, and keep async scheduling where a server is started with
-``KV_CHECKSUM_RIG_ASYNC_SCHEDULING=1``. Only host-memory offload gets another copy engine
-(``offload_adjustments``).
+They lower the idle load of a small machine, answer a question about a device that is not there, keep async
+scheduling where a server is started with ``KV_CHECKSUM_RIG_ASYNC_SCHEDULING=1``, and let every CPU behave as one
+without AMX unless a process is started with ``KV_CHECKSUM_RIG_AMX=1``. Only host-memory offload gets another copy
+engine (``offload_adjustments``).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def apply() -> None:
     loaded.apply()
     offload_adjustments.apply()
     on_import("vllm.platforms.cpu", async_scheduling)
+    on_import("torch.cpu", no_amx)
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
     on_import(
         "vllm.distributed.device_communicators.shm_broadcast", no_broadcast_busy_loop
@@ -76,6 +77,20 @@ def no_broadcast_busy_loop(module: ModuleType) -> None:
             "kv-checksum-rig: SpinCondition no longer ends in busy_loop_s; revise the adjustment"
         )
     init.__defaults__ = (*init.__defaults__[:-1], BROADCAST_BUSY_LOOP_S)
+
+
+def no_amx(cpu: ModuleType) -> None:
+    """Let vLLM choose attention as on a CPU without AMX, so that tests do the same on every machine.
+
+    With AMX it packs bf16 KV in another order and replaces its MLA backend by one that takes other block sizes.
+    ``KV_CHECKSUM_RIG_AMX=1`` in the environment leaves it the choice: tests of AMX set it. The kernel wants to be
+    asked for AMX once per process, which the older kernels here do not do: without it the engine dies of SIGILL.
+    """
+    module: Any = cpu
+    if os.environ.get("KV_CHECKSUM_RIG_AMX") == "1":
+        module._init_amx()
+    else:
+        module._is_amx_tile_supported = lambda: False
 
 
 def async_scheduling(module: ModuleType) -> None:

@@ -364,16 +364,17 @@ class Instance:
     def answer_kv_is_right(self, request) -> bool:
         """Whether the KV of the prompt now is what a local prefill writes."""
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        at = torch.arange(request.num_prompt_tokens)
-        blocks = torch.tensor(rows[0])[at // self.block_size]
         ids = torch.tensor(list(request.prompt_token_ids))
-        return all(
-            torch.equal(
-                self.kv[n][blocks, :, at % self.block_size].view(torch.uint8),
-                token_kv(n, at, ids)[:, : self.kv[n].shape[1]].view(torch.uint8),
-            )
-            for n in self.layers[0]
-        )
+        for numbers, row in zip(self.layers, rows, strict=False):
+            at = torch.arange(len(ids))
+            blocks = torch.tensor(row)[at // self.block_size]
+            at, blocks = at[blocks != 0], blocks[blocks != 0]
+            for n in numbers:
+                cells = token_kv(n, at, ids[at])[:, : self.kv[n].shape[1]]
+                held = self.kv[n][blocks, :, at % self.block_size]
+                if not torch.equal(held.view(torch.uint8), cells.view(torch.uint8)):
+                    return False
+        return True
 
     def run(self, request, producer=None, steps=40):
         """Step, the producer too, until the request ends; its last output."""

@@ -8,6 +8,7 @@ One rank per instance. What is real: schedulers, connectors of both roles, the h
 import os
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import kv_checksum_instances as rig
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.worker.gpu import kv_connector as runner
 
 from vllm.distributed import parallel_state
@@ -61,6 +63,10 @@ class RealWorkers(transports.FakeTransport):
                 config, KVConnectorRole.WORKER, instance.kv_config
             )
             caches = {u.names(n)[0]: cache for n, cache in instance.kv.items()}
+            # Layers tell how they keep their KV: here in rows.
+            layer = SimpleNamespace(get_attn_backend=lambda: FlashAttentionBackend)
+            layers = config.compilation_config.static_forward_context
+            layers.update(dict.fromkeys(caches, layer))
             with patch.object(runner, "get_kv_transfer_group", lambda: self.worker):
                 self.active = runner.ActiveKVConnector(config, caches)
         instance.workers = [self.active.kv_checksum_worker]

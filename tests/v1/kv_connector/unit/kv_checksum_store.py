@@ -33,6 +33,10 @@ class Metadata(KVConnectorMetadata):
     loads: dict[str, BlockRun] = field(default_factory=dict)
     saves: list[BlockRun] = field(default_factory=list)
 
+    def loads_by_request(self):
+        """Block ids per request and group, for who holds them against what is summed."""
+        return {r: {run.group_id: list(run.block_ids)} for r, run in self.loads.items()}
+
 
 class MemoryStoreConnector(KVConnectorBase_V1):
     """The scheduler's side; `Instance` moves the blocks."""
@@ -140,7 +144,7 @@ class StoringInstance(rig.Instance):
                 STORE[block_hash] = Value(kv, entries)
 
     def step(self, producer=None):
-        output = self.scheduler.schedule()
+        output = self.schedule()
         for req_id, number in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[req_id]
             done = request.num_computed_tokens

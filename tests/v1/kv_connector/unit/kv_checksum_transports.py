@@ -223,13 +223,9 @@ class FakeMooncake(FakeTransport):
 
     def carry_payload(self, instance, producer, req_id):
         send = producer.transport.sends.pop(self.transfers.pop(req_id))
-        encoded = msgspec.msgpack.encode(
-            MooncakeXferResponse(
-                MooncakeXferResponseStatus.FINISH,
-                ok_reqs=[req_id],
-                kv_checksums=MooncakeChecksums.of_sent([(req_id, send)]),
-            )
-        )
+        response = MooncakeXferResponse(MooncakeXferResponseStatus.FINISH, [req_id])
+        MooncakeChecksums.add_sent(response, [(req_id, send)])
+        encoded = msgspec.msgpack.encode(response)
         response = msgspec.msgpack.decode(encoded, type=MooncakeXferResponse)
         for rank in range(len(instance.workers)):
             side = self.checksums.setdefault(rank, MooncakeChecksums())
@@ -264,7 +260,7 @@ def copy_tokens(instance, producer, req_id, local, their_id, their_blocks):
                 instance.kv[n][to, :, at % instance.block_size] = producer.kv[n][
                     source, :, at % producer.block_size
                 ]
-        assert rows[group][len(rows[group]) - len(ours) :] == ours
+        assert not ours or rows[group][-len(ours) :] == ours
         instance.damage(instance, req_id, ours)
     instance.copy_states(producer, local, their_blocks)
     instance.loaded(req_id, local)

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import kv_checksum_utils as u
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
     NixlBaseConnectorScheduler,
 )
@@ -252,3 +254,19 @@ def test_rings_are_chosen_but_no_worker_sums_them():
     found = sent_blocks(cfg, ([1, 2], [9]), 20)
     record = u.send_record(w, found.blocks)
     assert set(record.checksums["r"]) == {0} and set(record.skipped_groups) == {1}
+
+
+@settings(max_examples=500, deadline=None)
+@given(kinds=st.lists(st.sampled_from("0hu"), max_size=9))
+def test_any_row_is_loaded_as_nixl_is_told_or_left_out(kinds):
+    """Nulls, local and loaded blocks in any order."""
+    row = [0 if kind == "0" else i for i, kind in enumerate(kinds, 1)]
+    hashed = {i for i, kind in enumerate(kinds, 1) if kind == "h"}
+    found, nixl = loaded((u.full_spec(),), (row,), hashed, 16 * len(row))
+    if nixl[0] and nixl[0] != row[len(row) - len(nixl[0]) :]:
+        assert found.left_out == {0} and not found.blocks.groups
+    elif nixl[0]:
+        start = len(row) - len(nixl[0])
+        assert u.groups_of(found.blocks) == {0: (start, nixl[0])}
+    else:
+        assert found.empty == {0} and not found.blocks.groups

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_drill import (
     drill_options,
     wrapped_connector,
 )
-from vllm.distributed.kv_transfer.kv_checksum.layout import TokenOrder
+from vllm.distributed.kv_transfer.kv_checksum.formats import LayerFormat, TokenOrder
 
 TOKENS, HEADS, HEAD_SIZE, NUM_BLOCKS = 16, 4, 32, 12
 IDS, OTHERS = [3, 7, 5], [8, 9]
@@ -219,11 +219,11 @@ def test_bytes_of_the_hit_blocks(layers, kind, num_bytes, hits):
 def test_every_kind_is_seen_by_the_checksum(layers, kind):
     caches = {f"model.layers.{n}.attn": layer.cache for n, layer in enumerate(layers)}
     spec = u.full_spec(HEADS, TOKENS, HEAD_SIZE)
-    transposed = frozenset(caches if layers.transposed else ())
+    order = TokenOrder.CPU_VECTORS if layers.transposed else None
     w = u.worker(
         u.config(NUM_BLOCKS, (list(caches), spec)),
         caches,
-        order=TokenOrder(transposed),
+        formats=dict.fromkeys(caches, LayerFormat(order=order)),
     )
     blocks = KVChecksumBlocks(TOKENS + NUM_TOKENS, {0: (1, IDS)})
     before = u.values_of(u.send_record(w, blocks))

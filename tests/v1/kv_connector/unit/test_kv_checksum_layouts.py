@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention caches that are not plain rows of sharded heads."""
 
-import inspect
 import logging
-import os
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -16,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 import vllm.models
-from vllm.models.deepseek_v32.common.kernels import _fp8_quant_and_cache_write
-from vllm.triton_utils import tl, triton
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
     KVQuantMode,
@@ -27,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, worker
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, formats, worker
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (1, [5, 2, 7])})
 IDS, START, TOKENS = [5, 2, 7], 1, 57
@@ -41,49 +38,6 @@ def uniform(specs):
 # ---- DeepSeek's sparse indexer: a block's values, then its scales
 
 
-@triton.jit
-def indexer_writer(
-    key_ptr,
-    slot_ptr,
-    cache_ptr,
-    scale_ptr,
-    block_size,
-    block_stride,
-    DIM: tl.constexpr,
-    MX_SCALES: tl.constexpr,
-):
-    """One token per program, through vLLM's own Triton writer."""
-    token = tl.program_id(0)
-    at = tl.arange(0, DIM)
-    _fp8_quant_and_cache_write(
-        tl.load(key_ptr + token * DIM + at),
-        at < DIM,
-        tl.load(slot_ptr + token),
-        cache_ptr,
-        scale_ptr,
-        block_size,
-        block_stride,
-        at,
-        DIM,
-        False,
-        16,
-        16,
-        MX_SCALES,
-        448.0,
-        False,
-    )
-
-
-def write_indexer(cache, keys, slots, mx_scales):
-    """Write `keys` into `slots` of a ``[B, N, 132]`` uint8 cache."""
-    _, size, content = cache.shape
-    scales = cache.view(-1).view(torch.int32 if mx_scales else torch.float32)
-    values = cache.view(torch.float8_e4m3fn)
-    indexer_writer[(len(keys),)](
-        keys, slots, values, scales, size, size * content, 128, mx_scales
-    )
-
-
 INDEXER = MLAAttentionSpec(
     block_size=16,
     num_kv_heads=1,
@@ -92,46 +46,6 @@ INDEXER = MLAAttentionSpec(
     max_tp_shards=1,
     cache_role=SparseCacheRole.INDEXER,
 )
-
-
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
-    reason="runs vLLM's Triton writer: set TRITON_INTERPRET=1",
-)
-@pytest.mark.skipif(
-    "MX_SCALE" not in inspect.signature(_fp8_quant_and_cache_write.fn).parameters,
-    reason="vLLM 0.32.0's writer takes other arguments",
-)
-@pytest.mark.parametrize("mx_scales", [False, True])
-def test_an_indexer_token_is_the_bytes_that_its_writer_leaves(mx_scales):
-    """The bytes that writing one token changes are those that its sum depends on."""
-    cache = torch.zeros(4, 16, 132, dtype=torch.uint8)
-    caches = {"model.layers.0.indexer.k_cache": cache.unsqueeze(1)}
-    w = u.worker(u.config(4, (caches, INDEXER)), caches)
-    blocks = KVChecksumBlocks(num_tokens=5, groups={0: (0, [2])})
-    empty = u.values_of(u.send_record(w, blocks))
-    keys = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
-    write_indexer(cache, keys, torch.tensor([2 * 16 + 5, 2 * 16 + 9]), mx_scales)
-    assert cache[2].any()
-    assert u.values_of(u.send_record(w, blocks)) == empty, "tokens past the prompt"
-    before = cache.clone()
-    write_indexer(cache, keys, torch.tensor([2 * 16 + 3, 2 * 16 + 4]), mx_scales)
-    changed = (cache != before).view(4, -1)[2].nonzero().flatten().tolist()
-    values = [i for i in changed if i < 16 * 128]
-    scales = [i for i in changed if i >= 16 * 128]
-    assert {i // 128 for i in values} == {3, 4}
-    assert scales and {(i - 16 * 128) // 4 for i in scales} == {3, 4}
-    cells = [
-        np.concatenate(
-            [
-                cache.view(4, -1)[2, t * 128 : t * 128 + 128].numpy(),
-                cache.view(4, -1)[2, 2048 + t * 4 : 2048 + t * 4 + 4].numpy(),
-            ]
-        )
-        for t in range(16)
-    ]
-    expected = reference.slice_sum(np.stack(cells), 0, 0, 0, 5)
-    assert u.values_of(u.send_record(w, blocks)) == [expected]
 
 
 def indexer_cells(cache):
@@ -198,14 +112,14 @@ def test_an_indexer_whose_blocks_are_not_dense_is_skipped():
 )
 def test_indexers_in_another_order_are_known_by_their_layer(shuffled, bound, reason):
     """A packed layout shows whole blocks here, while writers fill kernel blocks."""
-    layer = SimpleNamespace(uses_shuffled_layout=shuffled, kv_cache=torch.empty(bound))
-    compilation = SimpleNamespace(static_forward_context={"indexer": layer})
-    order = worker._token_order(
-        SimpleNamespace(compilation_config=compilation),
-        {"indexer": torch.empty(8, 1, 16, 132)},
+    layer = SimpleNamespace(
+        uses_shuffled_layout=shuffled,
+        kv_cache=torch.empty(bound),
+        get_attn_backend=lambda: DeepseekV32IndexerBackend,
     )
-    assert (reason is None) == (not order.unreadable)
-    assert reason is None or reason in order.unreadable["indexer"]
+    found = formats.layer_format(None, "indexer", layer, torch.empty(8, 1, 16, 132))
+    assert (reason is None) == (found.unknown is None)
+    assert reason is None or reason in found.unknown
 
 
 # ---- MiniMax-M3: attention KV and an index key per token, in one module
@@ -330,7 +244,8 @@ def test_scales_of_whole_tensors_are_said_to_be_outside(log):
     spec = u.full_spec(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
     mla = MLAAttentionSpec(
         **{**CELL, "dtype": torch.uint8},
-        head_size=656,
+        head_size=576,
+        state_content_bytes=656,
         cache_dtype_str="fp8_ds_mla",
         kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
     )

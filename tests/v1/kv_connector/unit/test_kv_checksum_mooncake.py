@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     SendBlockMeta,
 )
 
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
 
 
@@ -35,23 +36,32 @@ class StockResponse(msgspec.Struct, omit_defaults=True):
     err_reqs: list[str] | None = None
 
 
-def response(payloads, ok_reqs, **fields):
+def raw(payloads) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(payloads))
+
+
+def response(payloads, ok_reqs):
     encoded = msgspec.msgpack.encode(
-        MooncakeXferResponse(
-            MooncakeXferResponseStatus.FINISH,
-            ok_reqs=ok_reqs,
-            kv_checksums=payloads,
-            **fields,
-        )
+        {
+            "status": MooncakeXferResponseStatus.FINISH,
+            "ok_reqs": ok_reqs,
+            "kv_checksums": payloads,
+        }
     )
     return msgspec.msgpack.decode(encoded, type=MooncakeXferResponse)
 
 
+def answer(*sent_payloads) -> dict:
+    """What a producer's response says, read without a type."""
+    found = MooncakeXferResponse(MooncakeXferResponseStatus.FINISH, ["a", "b"])
+    MooncakeChecksums.add_sent(found, zip("ab", map(sent, sent_payloads), strict=True))
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(found))
+
+
 def test_a_response_carries_what_there_is():
-    found = MooncakeChecksums.of_sent([("a", sent(b"1")), ("b", sent(None))])
-    assert found == {"a": b"1"}
-    assert response(found, ["a", "b"]).kv_checksums == {"a": b"1"}
-    assert MooncakeChecksums.of_sent([("b", sent(None))]) is None
+    assert answer(b"1", None)["kv_checksums"] == {"a": b"1"}
+    assert answer(b"1", b"2")["kv_checksums"] == {"a": b"1", "b": b"2"}
+    assert "kv_checksums" not in answer(None, None)
 
 
 def test_both_versions_read_each_others_responses():
@@ -59,9 +69,45 @@ def test_both_versions_read_each_others_responses():
     assert msgspec.msgpack.decode(new, type=StockResponse).ok_reqs == ["a"]
     old = StockResponse(MooncakeXferResponseStatus.FINISH, ok_reqs=["a"])
     old = msgspec.msgpack.encode(old)
-    assert msgspec.msgpack.decode(old, type=MooncakeXferResponse).kv_checksums is None
-    nothing = msgspec.msgpack.encode(response(None, ["a"]))
-    assert b"kv_checksums" not in nothing
+    assert taken(msgspec.msgpack.decode(old, type=MooncakeXferResponse)) == [{}]
+    assert taken(response(None, ["a"])) == [{}]
+
+
+def taken(response, *awaited):
+    """What a consumer finds at the moment each of its loads is marked finished."""
+    receiver = MooncakeReceiver()
+    receiver.process_pulling_result(response, pull(*(awaited or ("a",))))
+    return receiver.seen_when_finished
+
+
+MALFORMED = {
+    "text": "x",
+    "number": 1,
+    "list": [b"x"],
+    "number keys": {1: b"1"},
+    "no keys": {("a", "b"): b"1"},
+    "huge": b"x" * 5_000_000,
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_field_loses_no_load(name):
+    """Its payloads do not decode, which is not the same as none."""
+    assert taken(response(MALFORMED[name], ["a"])) == [{"a": b""}]
+    with pytest.raises(ValueError):
+        wire.decode(b"")
+
+
+@pytest.mark.parametrize("payload", [None, "text", 1, [b"1"], {"b": b"1"}, 1.5])
+def test_a_malformed_payload_costs_no_other_request_its_own(payload):
+    found = taken(response({"a": payload, "b": b"2"}, ["a", "b"]), "a", "b")
+    assert found == [{"a": b"", "b": b"2"}, {}]
+
+
+def test_a_payload_that_stands_twice_is_none():
+    twice = msgspec.Raw(b"\x82\xa1a\xc4\x011\xd9\x01a\xc4\x012")
+    assert msgspec.msgpack.decode(twice) == {"a": b"2"}
+    assert taken(response(twice, ["a"])) == [{"a": b""}]
 
 
 def test_a_payload_is_queued_before_its_load_is_marked_finished():
@@ -85,8 +131,8 @@ def test_payloads_of_others_and_failures_are_left():
 
 def test_the_first_copy_wins_and_nothing_stays():
     checksums = MooncakeChecksums()
-    for payload in (b"first", b"second"):
-        checksums.receive({"a": payload}, ["a"], {"a"})
+    for payload in ("damaged", b"first", b"second", "damaged"):
+        checksums.receive(raw({"a": payload}), ["a"], {"a"})
     results = KVConnectorTransferResults()
     checksums.finish(results)
     assert results.kv_checksums == {"a": b"first"}
@@ -126,7 +172,7 @@ def test_finished_loads_are_taken_before_the_queue_is_drained():
     checksums = MooncakeChecksums()
 
     def take():
-        checksums.receive({"a": b"1"}, ["a"], {"a"})
+        checksums.receive(raw({"a": b"1"}), ["a"], {"a"})
         return KVConnectorTransferResults(finished_recving={"a"})
 
     worker = SimpleNamespace(kv_checksums=checksums, get_transfer_results=take)

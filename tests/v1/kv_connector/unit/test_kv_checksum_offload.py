@@ -327,6 +327,46 @@ def test_values_stay_that_the_connector_failed_to_load(model, mode, position):
     assert b.stats[VERIFIED] == 1
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_blocks_that_the_connector_failed_to_load_stay(model, closed, policy):
+    """Nothing was compared, so nothing is known of what is stored."""
+    ask(store.StoringInstance(model))
+    before = dict(store.STORE)
+    settings = dict(kv_checksum_fail_closed=closed, kv_load_failure_policy=policy)
+    b = store.StoringInstance(model, **settings)
+    b.invalid_positions = [0, 3]
+    loaded = []
+    start = b.store.update_state_after_alloc
+    b.store.update_state_after_alloc = lambda request, blocks, number: (
+        loaded.append(number) or start(request, blocks, number)
+    )
+    request, answer = ask(b)
+    assert b.store.dropped == [] and store.STORE == before
+    assert not {VERIFIED, MISMATCH, UNVERIFIED} & set(b.stats)
+    assert not b.stats.get("stored_blocks_dropped")
+    # It loads nothing again; the next request does.
+    assert [number for number in loaded if number] == [96]
+    recomputed = FinishReason.LENGTH if policy == "recompute" else FinishReason.ERROR
+    assert answer.finish_reason == recomputed
+    b.invalid_positions = []
+    c = store.StoringInstance(model, **settings)
+    ask(c, "next")
+    assert c.stats[VERIFIED] == 1
+
+
+def test_a_group_that_cannot_be_compared_is_not_dropped(model):
+    """Fail-closed, no positions: the request fails, what is stored stays."""
+    ask(store.StoringInstance(model, checksums=False))
+    before = dict(store.STORE)
+    for value in before.values():
+        value.entries = None
+    b = store.StoringInstance(model, checksums=False, **MODES["recompute"])
+    request, answer = ask(b)
+    assert b.stats[UNVERIFIED] == 1 and b.store.dropped == []
+    assert store.STORE == before
+
+
 @pytest.mark.parametrize("saver", [True, False])
 def test_values_without_checksums_are_never_verified(model, saver, log):
     """A store that holds none, and an instance that reads none."""

@@ -67,6 +67,30 @@ def test_another_version_is_told_apart():
         wire.decode(msgspec.msgpack.encode((version + 1, "anything")))
 
 
+_GROUP = msgspec.msgpack.encode((1, 16, 0, b"12345678"))
+
+
+def _outer(groups: bytes) -> bytes:
+    """A payload of 16 tokens whose groups are written byte by byte."""
+    return b"\x92\x01\x93\x10\x01" + groups
+
+
+def _two_groups(first: bytes, second: bytes, count: bytes = b"\x82") -> bytes:
+    return _outer(count + first + _GROUP + second + _GROUP)
+
+
+@pytest.mark.parametrize("count", [b"\x82", b"\xde\x00\x02", b"\xdf\x00\x00\x00\x02"])
+def test_two_groups_in_every_form_of_a_map(count):
+    payload = wire.decode(_two_groups(b"\x07", b"\xcc\x08", count))
+    assert payload.groups.keys() == {7, 8}
+
+
+@pytest.mark.parametrize("number", [0, 1, 15, 16, 300, 4096])
+def test_as_many_groups_as_there_may_be(number):
+    payload = make(16, groups=number)
+    assert same(wire.decode(wire.encode(payload)), payload)
+
+
 BAD = {
     "empty": b"",
     "no msgpack": b"\xc1",
@@ -91,6 +115,23 @@ BAD = {
     "many groups": msgspec.msgpack.encode(
         (1, (1, 1, {2**20 + g: (1, 1, 0, b"") for g in range(300_000)}))
     ),
+    "group twice": _two_groups(b"\x00", b"\x00"),
+    **{
+        f"group twice, {name}": _two_groups(b"\x07", other)
+        for name, other in {
+            "uint8": b"\xcc\x07",
+            "uint16": b"\xcd\x00\x07",
+            "uint32": b"\xce\x00\x00\x00\x07",
+            "uint64": b"\xcf" + bytes(7) + b"\x07",
+            "int8": b"\xd0\x07",
+            "int64": b"\xd3" + bytes(7) + b"\x07",
+        }.items()
+    },
+    "group twice, map of 16 bits": _two_groups(b"\x07", b"\x07", b"\xde\x00\x02"),
+    "group twice, map of 32 bits": _two_groups(
+        b"\x07", b"\x07", b"\xdf\x00\x00\x00\x02"
+    ),
+    "4,096 times one group": _outer(b"\xde\x10\x00" + (b"\x07" + _GROUP) * 4096),
     "promises 4 GB": b"\x92\x01\xdd\xff\xff\xff\xff",
 }
 

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -137,12 +138,20 @@ class Rank:
         backend = self.layers[name].attn_backend.get_name()
         if backend != "CPU_ATTN":
             return page.reshape(heads, tokens, content)
-        # Keys lie as [head size, tokens], then values as [tokens, head size].
         width = spec.dtype.itemsize
-        halves = page.reshape(heads, 2, tokens * content // 2)
-        keys = halves[:, 0].reshape(heads, -1, tokens, width).transpose(0, 2, 1, 3)
-        values = halves[:, 1].reshape(heads, tokens, -1)
-        return np.concatenate([keys.reshape(heads, tokens, -1), values], axis=-1)
+        halves = page.reshape(heads, 2, -1, width)
+        if torch.cpu._is_amx_tile_supported():
+            # Keys as [tokens / 16, head size / 2, 16, 2], values in pairs of tokens.
+            keys = halves[:, 0].reshape(heads, tokens // 16, -1, 16, 2, width)
+            keys = keys.transpose(0, 1, 3, 2, 4, 5)
+            values = halves[:, 1].reshape(heads, -1, tokens // 2, 16, 2, width)
+            values = values.transpose(0, 2, 4, 1, 3, 5)
+        else:
+            # Keys as [head size, tokens], then values as [tokens, head size].
+            keys = halves[:, 0].reshape(heads, -1, tokens, width).transpose(0, 2, 1, 3)
+            values = halves[:, 1]
+        parts = [part.reshape(heads, tokens, -1) for part in (keys, values)]
+        return np.concatenate(parts, axis=-1)
 
     def state_rows(self, name, spec, block, conv_layout):
         """Per state, its rows ``(local rows, elements)`` as unsigned words."""
@@ -240,9 +249,16 @@ CASES = [
 ]
 
 
+@pytest.fixture(params=[False, True], ids=["no AMX", "AMX"])
+def amx(request, monkeypatch):
+    """What vLLM chooses on a CPU with AMX and on one without; nothing is computed."""
+    load_general_plugins()  # the rig hides AMX
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param)
+
+
 @pytest.mark.parametrize(("family", "layout", "tp", "conv_layout"), CASES)
 def test_real_caches_have_the_defined_sums(
-    family, layout, tp, conv_layout, monkeypatch
+    family, layout, tp, conv_layout, amx, monkeypatch
 ):
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: conv_layout)
     ranks = [Rank(family, layout, rank, tp) for rank in range(tp)]

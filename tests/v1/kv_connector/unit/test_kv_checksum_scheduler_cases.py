@@ -97,7 +97,7 @@ def test_a_preempted_producer_never_gives_a_false_match(model):
     p, d = pair(model)
     prompt = tokens(50)
     request = p.add("p", prompt, dict(do_remote_decode=True), max_tokens=1)
-    output = p.scheduler.schedule()
+    output = p.schedule()
     p.write(request, 0, 50)
     worker = p.workers[0]
     worker.bind(output.kv_checksum_scheduled)
@@ -127,7 +127,7 @@ def test_loads_known_bad_are_not_compared(model, transport):
     d.add("r", prompt, rig.prefill(p, "p", prompt))
     d.transport.hold_loads = True
     d.step(p)
-    output = d.scheduler.schedule()
+    output = d.schedule()
     failed = KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"})
     d.finish_step(output, d.runner_output(output, failed))
     assert not any(k.startswith("loads:") for k in d.stats)
@@ -193,5 +193,5 @@ def test_another_connector_is_refused(model, log):
 def test_off_means_none(model):
     d = rig.Instance(model, "kv_consumer", enable_kv_checksum=False)
     assert d.scheduler.kv_checksum is None
-    output = d.scheduler.schedule()
+    output = d.schedule()
     assert output.kv_checksum_scheduled is None

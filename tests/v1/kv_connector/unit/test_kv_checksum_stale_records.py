@@ -87,7 +87,7 @@ def test_a_scheduler_never_uses_the_numbers_of_one_before_it(model):
         p, d = pair(model)
         params = rig.prefill(p, "p", tokens(50))
         d.add("r", tokens(50), params)
-        output = d.scheduler.schedule()
+        output = d.schedule()
         numbers.add(output.kv_checksum_scheduled.reqs_to_recv["r"].seq)
     assert len(numbers) == 2
 

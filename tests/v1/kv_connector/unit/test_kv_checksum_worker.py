@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     HiddenStateCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SparseCacheRole,
@@ -25,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum import worker as worker_module
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
-from vllm.distributed.kv_transfer.kv_checksum.layout import TokenOrder
+from vllm.distributed.kv_transfer.kv_checksum.formats import LayerFormat, TokenOrder
 from vllm.distributed.kv_transfer.kv_checksum.rows import build_rows
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (1, [5, 2, 7])})
@@ -72,7 +73,10 @@ def kernel_split(cache):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_any_layout_gives_the_defined_value(layout, dtype):
-    spec = u.full_spec(dtype=dtype, head_size=4 if dtype != torch.uint8 else 3)
+    fp8 = dict(head_size=3, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    spec = u.full_spec(
+        dtype=dtype, **(fp8 if dtype == torch.uint8 else dict(head_size=4))
+    )
     caches = layer_caches(spec)
     laid_out = {n: layout(c) for n, c in named(caches).items()}
     w = u.worker(u.config(8, (laid_out, spec)), laid_out)
@@ -80,30 +84,22 @@ def test_any_layout_gives_the_defined_value(layout, dtype):
     assert got == u.expected_sums(caches, [5, 2, 7], 1, 57)
 
 
-def test_cpu_attention_blocks_are_read_token_by_token():
-    """Blocks as vLLM's own CPU kernel writes them, partial last block included."""
-    from vllm import _custom_ops as ops
-
-    spec = u.full_spec(heads=2, block_size=32, head_size=32)
-    logical = u.random_cache(4, spec)
-    logical = torch.randn(logical.shape).to(torch.bfloat16)
-    stored = torch.zeros_like(logical)
-    keys, values = stored.view(4, 2, 64, 32).chunk(2, dim=2)
-    tokens = logical.transpose(1, 2).reshape(128, 2, 64)
-    ops.cpu_attn_reshape_and_cache(
-        tokens[..., :32].contiguous(),
-        tokens[..., 32:].contiguous(),
-        keys,
-        values,
-        torch.arange(128),
-        "vec",
+@pytest.mark.parametrize("order", [TokenOrder.CPU_VECTORS, TokenOrder.CPU_TILES])
+@pytest.mark.parametrize("mode", ["NONE", "FP8_PER_TENSOR"])
+def test_both_paths_agree_where_a_pieces_bytes_lie_apart(order, mode):
+    spec = u.full_spec(
+        block_size=32,
+        head_size=32,
+        dtype=torch.bfloat16 if mode == "NONE" else torch.uint8,
+        kv_quant_mode=KVQuantMode[mode],
     )
-    caches = {u.names(0)[0]: stored}
-    order = TokenOrder(frozenset(caches))
-    w = u.worker(u.config(4, (caches, spec)), caches, order=order)
-    blocks = KVChecksumBlocks(75, {0: (0, [3, 1, 2])})
-    got = u.values_of(u.send_record(w, blocks))
-    assert got == u.expected_sums({0: logical}, [3, 1, 2], 0, 75)
+    caches = named(layer_caches(spec))
+    formats = dict.fromkeys(caches, LayerFormat(order=order))
+    w = u.worker(u.config(8, (caches, spec)), caches, formats=formats)
+    blocks = KVChecksumBlocks(32 * 4 - 7, {0: (1, [5, 2, 7])})
+    compiled = u.values_of(u.send_record(w, blocks))
+    w._prepare(torch_path.prepare)
+    assert u.values_of(u.send_record(w, blocks)) == compiled
 
 
 def test_chunked_gathers(monkeypatch):
@@ -247,6 +243,39 @@ def skip_cases():
         "Mamba": (mamba_spec(), {name: cache}, {}),
         "compressed": (u.full_spec(tokens_per_state=4), {name: cache}, {}),
         "head slots": (u.full_spec(num_head_slots=4), {name: cache}, {}),
+        "as many head slots as heads": (
+            u.full_spec(num_head_slots=2, state_content_bytes=32),
+            {name: cache},
+            {},
+        ),
+        "packed cells": (u.full_spec(state_content_bytes=32), {name: cache}, {}),
+        "bytes of no format": (u.full_spec(dtype=torch.uint8), {name: cache}, {}),
+        "another cell kind": (
+            spec,
+            {name: cache},
+            dict(formats={name: LayerFormat(cells=frozenset({"FP8_PER_TENSOR"}))}),
+        ),
+        "no cache": (spec, {}, {}),
+        "tiles cut by kernel blocks": (
+            u.full_spec(block_size=128, head_size=32),
+            {name: kernel_split(u.random_cache(8, u.full_spec(2, 128, 32)))},
+            dict(formats={name: LayerFormat(order=TokenOrder.CPU_TILES)}),
+        ),
+        "tiles that do not fill a block": (
+            u.full_spec(block_size=16, head_size=32),
+            {name: u.random_cache(8, u.full_spec(2, 16, 32))},
+            dict(formats={name: LayerFormat(order=TokenOrder.CPU_TILES)}),
+        ),
+        "packed cells in an order of their own": (
+            u.full_spec(
+                head_size=32,
+                dtype=torch.uint8,
+                state_content_bytes=72,
+                kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD,
+            ),
+            {name: torch.zeros(8, 2, 16, 72, dtype=torch.uint8)},
+            dict(formats={name: LayerFormat(order=TokenOrder.CPU_VECTORS)}),
+        ),
         "circular": (
             CircularBufferSpec(
                 block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16
@@ -276,7 +305,7 @@ def skip_cases():
         "order unknown": (
             spec,
             {name: cache},
-            dict(order=TokenOrder(unreadable={name: "amx packs keys"})),
+            dict(formats={name: LayerFormat(unknown="packed in its own way")}),
         ),
     }
 
@@ -284,6 +313,14 @@ def skip_cases():
 SKIPPED_AS = {
     "compressed": Skipped.COMPRESSED,
     "head slots": Skipped.PACKED_HEADS,
+    "as many head slots as heads": Skipped.PACKED_HEADS,
+    "packed cells": Skipped.PACKED_CELLS,
+    "bytes of no format": Skipped.PACKED_CELLS,
+    "another cell kind": Skipped.BACKEND,
+    "no cache": Skipped.NO_CACHE,
+    "tiles cut by kernel blocks": Skipped.BACKEND,
+    "tiles that do not fill a block": Skipped.BACKEND,
+    "packed cells in an order of their own": Skipped.BACKEND,
     "circular": Skipped.SPEC_CLASS,
     "replication unknown": Skipped.REPLICAS,
     "two modules": Skipped.LAYER_NAMES,
@@ -302,7 +339,7 @@ def test_a_skipped_group_is_said_and_the_one_beside_it_is_summed(case):
         caches = {u.names(0)[0]: odd.as_strided((8, 2, 16, 16), (544, 272, 17, 1))}
     good = u.full_spec(heads=2)
     beside = {"model.layers.9.attn": u.random_cache(8, good, seed=3)}
-    cfg = u.config(8, (caches, spec), (beside, good))
+    cfg = u.config(8, (caches or u.names(0), spec), (beside, good))
     w = u.worker(cfg, {**caches, **beside}, **kwargs)
     blocks = KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (1, [5, 2, 7])})
     record = u.send_record(w, blocks)
@@ -355,16 +392,6 @@ def test_fingerprints_do_not_depend_on_pp_or_block_size():
     other = u.worker(u.config(8, (stages[0], spec)), stages[0])
     assert other.groups[0].fingerprint != print_of[whole]
 
-
-def test_fingerprint_is_the_same_everywhere():
-    from vllm.distributed.kv_transfer.kv_checksum.layout import layer_hash
-
-    assert (
-        layer_hash("model.layers.0.attn", u.full_spec(), "torch.bfloat16") == KNOWN_HASH
-    )
-
-
-KNOWN_HASH = 3304210705973287543
 
 # ---- life of a request
 
@@ -443,7 +470,7 @@ def test_every_group_starts_at_an_even_column():
 
 def test_a_worker_without_layers_of_the_model_still_reports():
     spec = u.full_spec()
-    w = u.worker(u.config(8, (u.names(0), spec)), {})
+    w = u.worker(u.config(8, ([], spec)), {})
     record = u.send_record(w, BLOCKS)
     assert record.checksums == {"r": {}} and record.skipped_groups == {}
 

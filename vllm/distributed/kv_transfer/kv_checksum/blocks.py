@@ -84,25 +84,46 @@ def loaded_blocks(
         num_tokens: tokens of the request that are local or loaded.
     """
     found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
-    unhashed = blocks.get_unhashed_block_ids_all_groups()
     for group_id in kv_cache_config.transfer_group_ids:
-        spec, ids = group_spec(kv_cache_config, group_id), unhashed[group_id]
+        spec, row = group_spec(kv_cache_config, group_id), blocks.blocks[group_id]
         if isinstance(spec, MambaSpec):
-            _add_state(found, group_id, spec, ids)
+            _add_state(found, group_id, spec, _unhashed_ids(row))
             continue
-        row = blocks.blocks[group_id]
-        end = min(len(row), -(-num_tokens // spec.block_size))
-        # Nothing lies behind the last token of a load, but if, it is no part of it.
-        ids = ids[: max(0, len(ids) - (len(row) - end))]
-        ids = ids[len(ids) - _window_blocks(spec, len(ids)) :]
-        start = end - len(ids)
-        if not ids:
-            found.empty.add(group_id)
-        elif ids[0] != row[start].block_id:
+        row = row[: -(-num_tokens // spec.block_size)]
+        start = _first_unhashed(row)
+        if start is None:
             found.left_out.add(group_id)
-        else:
+            continue
+        start = max(start, len(row) - _window_blocks(spec, len(row)))
+        ids = [block.block_id for block in row[start:]]
+        if ids:
             found.blocks.groups[group_id] = (start, np.array(ids, np.int64))
+        else:
+            found.empty.add(group_id)
     return found
+
+
+def _unhashed_ids(row: Sequence[Any]) -> list[int]:
+    """The ids of a row's blocks that are neither null nor hashed."""
+    return [b.block_id for b in row if b.block_hash is None and not b.is_null]
+
+
+def _first_unhashed(row: Sequence[Any]) -> int | None:
+    """Where in a row the blocks begin that are neither null nor hashed.
+
+    None unless all of them follow one another and end the row.
+    """
+    # As quick as it gets: the property takes four times as long.
+    hashes = [block._block_hash for block in row]
+    leading = next((i for i, block in enumerate(row) if not block.is_null), len(row))
+    start = leading + len(row) - hashes.count(None)
+    nulls = [block.is_null for block in row[start:]]
+    if hashes[start:].count(None) == len(row) - start and not any(nulls):
+        return start
+    # Something lies between: what is loaded must end the row all the same.
+    ids = _unhashed_ids(row)
+    start = len(row) - len(ids)
+    return start if [block.block_id for block in row[start:]] == ids else None
 
 
 def _window_blocks(spec: Any, number: int) -> int:

@@ -21,7 +21,7 @@ from .layout import LayerView, SumRows
 _ONE, _TWO, _32, _33 = (np.uint64(n) for n in (1, 2, 32, 33))
 _NEXT_FACTOR = np.uint64(2 * GOLDEN_FACTOR & MASK64)
 
-_UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16}
+_UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
 def _jit(function: Any) -> Any:
@@ -67,6 +67,23 @@ def _run_of_4(a, b, c, d, bits, weight, step):
 
 
 @_jit
+def _short_run(flat, at, stride, number, parts, bits, weight, step):
+    """As `_run_of_4`; element `k` of piece `i` is ``flat[at + k * stride + i]``.
+
+    For any number of parts, and for tiles of two tokens, which no SIMD fits.
+    """
+    total = np.uint64(0)
+    for i in range(number):
+        x, shift, element = np.uint64(0), np.uint64(0), at + i
+        for _ in range(parts):
+            x |= np.uint64(flat[element]) << shift
+            shift += bits
+            element += stride
+        total += _term(x, weight + step * np.uint64(i))
+    return total
+
+
+@_jit
 def _kernel_block(flat, at, number, shape, strides, factors, first, per_token):
     """Sum of the first `number` tokens of a kernel block at index `at`."""
     _, _, heads, _, width = shape
@@ -106,7 +123,7 @@ def _kernel_block(flat, at, number, shape, strides, factors, first, per_token):
 def _kernel_block_of_elements(
     flat, at, number, shape, strides, factors, first, per_token, parts, bits
 ):
-    """As `_kernel_block` for pieces of 2 or 4 elements, tokens side by side."""
+    """As `_kernel_block` for pieces of 2, 4 or 8 elements, tokens side by side."""
     _, _, heads, _, width = shape
     _, _, head_stride, _, stride = strides
     total = np.uint64(0)
@@ -115,6 +132,11 @@ def _kernel_block_of_elements(
         for piece in range(width // parts):
             weight = factors[head] * (_TWO * (first + np.uint64(piece)) + _ONE)
             begin = at + head * head_stride + piece * parts * stride
+            if parts == 8 or number <= 2:
+                total += _short_run(
+                    flat, begin, stride, number, parts, bits, weight, step
+                )
+                continue
             a = flat[begin : begin + number]
             b = flat[begin + stride : begin + stride + number]
             if parts == 2:

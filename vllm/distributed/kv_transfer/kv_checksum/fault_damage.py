@@ -28,12 +28,14 @@ class LayerCache:
     Attributes:
         cache: ``[B, H, N, C]``, any dtype and strides with dense content.
         num_blocks: blocks in it; ``B`` counts kernel blocks.
-        transposed_keys: as in `layout.LayerView`.
+        transposed_keys: as `formats.TokenOrder.CPU_VECTORS` says.
+        tiles: as `formats.TokenOrder.CPU_TILES`; damage to tokens cannot be done.
     """
 
     cache: torch.Tensor
     num_blocks: int
     transposed_keys: bool = False
+    tiles: bool = False
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -49,6 +51,8 @@ class LayerCache:
 
         One view instead of two where a token has an odd number of elements.
         """
+        if self.tiles:
+            raise NotApplicable("CPU attention keeps these tokens in tiles (AMX)")
         integers = self.cache.view(_INTEGERS[self.cache.element_size()])
         raw = integers.unflatten(0, (self.num_blocks, -1))[block]
         ratio, heads, tokens, content = raw.shape

@@ -49,9 +49,9 @@ from .fault_damage import (
     damage_payload,
     inflict,
 )
+from .formats import TokenOrder, layer_formats
 from .payload import transfer_params
 from .scheduler import KV_TRANSFER_PARAMS_KEY
-from .worker import _token_order
 
 logger = init_logger(__name__)
 
@@ -299,13 +299,16 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        transposed = _token_order(self._vllm_config, kv_caches).transposed_keys
+        formats = layer_formats(self._vllm_config, kv_caches)
         num_blocks = self._kv_cache_config.num_blocks
         for group_id in self._kv_cache_config.transfer_group_ids:
             # A cache shared by several layers stands here once.
             layers = {
                 kv_caches[name].data_ptr(): LayerCache(
-                    kv_caches[name], num_blocks, name in transposed
+                    kv_caches[name],
+                    num_blocks,
+                    formats[name].order is TokenOrder.CPU_VECTORS,
+                    formats[name].order is TokenOrder.CPU_TILES,
                 )
                 for name in self._kv_cache_config.kv_cache_groups[group_id].layer_names
                 if name in kv_caches

@@ -7,19 +7,21 @@ from typing import Any
 import torch
 
 from . import mamba
+from .cells import attention_slices
 from .checksum import MASK64, MAX_KV_HEADS_PER_LAYER, STATE_BLOCK_SIZE, Skipped
+from .formats import LayerFormat
 from .layout import (
     GroupView,
     LayerSlices,
     Sharding,
     SkipGroup,
-    TokenOrder,
-    attention_slices,
     layer_hash,
     layer_number,
     layer_spec,
     module_of,
 )
+
+_BY_SPEC = LayerFormat()
 
 
 def build_group(
@@ -28,9 +30,12 @@ def build_group(
     caches: Mapping[str, torch.Tensor],
     num_blocks: int,
     shard: Sharding,
-    order: TokenOrder,
+    formats: Mapping[str, LayerFormat],
 ) -> GroupView | None:
     """The views of one KV cache group; None if none of its layers are here.
+
+    A worker's group names the layers of this worker alone, aliases of shared caches
+    included, so each of them must have a cache.
 
     Several caches of one layer module number their heads one after another in
     layer-name order, the next behind the global heads of the one before.
@@ -38,11 +43,13 @@ def build_group(
     Raises:
         SkipGroup: the group cannot be checksummed.
     """
-    names = [n for n in group.layer_names if n in caches]
+    names = group.layer_names
     if not names:
         return None
     if group.host_resident:
         raise SkipGroup("the group is host-resident", Skipped.HOST_RESIDENT)
+    if missing := [name for name in names if name not in caches]:
+        raise SkipGroup(f"layer {missing[0]!r} has no cache here", Skipped.NO_CACHE)
     specs = _owner_specs(names, group.kv_cache_spec, caches)
     holds_states = {mamba.is_state_spec(spec) for spec in specs.values()}
     if len(holds_states) > 1:
@@ -56,7 +63,9 @@ def build_group(
         if mamba.is_state_spec(spec):
             layer = mamba.state_slices(name, spec, cache, num_blocks, shard, first)
         else:
-            layer = attention_slices(name, spec, cache, num_blocks, shard, first, order)
+            layer = attention_slices(
+                name, spec, cache, num_blocks, shard, first, formats.get(name, _BY_SPEC)
+            )
         next_head[module_of(name)] = first + layer.heads
         if first + layer.heads > MAX_KV_HEADS_PER_LAYER:
             raise SkipGroup(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From attention layers' specs and tensors to slices and reasons to skip.
+"""Views of caches: what a layer's slices are made of.
 
 A `LayerView` reads a layer's cache in the checksum's order, token by token,
 whatever its memory layout. A group with a layer that cannot be read so is
-skipped whole, with its reason: never a silently wrong subset. States are in
-`mamba`, groups in `groups`.
+skipped whole, with its reason: never a silently wrong subset. Attention layers
+are in `cells`, states in `mamba`, groups in `groups`.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ import torch
 from .checksum import ReplicaKey, Skipped, slice_factor
 
 PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+_ELEMENT_DTYPES = {**PIECE_DTYPES, 1: torch.uint8}
+"""Where a piece's bytes lie apart, what is read may be narrower than a piece."""
 
 
 class SkipGroup(Exception):
@@ -118,17 +121,6 @@ class Sharding:
     uniform_kv_heads: int | None
 
 
-@dataclass(frozen=True)
-class TokenOrder:
-    """What is known of caches whose rows are not one token's bytes, by layer name.
-
-    `unreadable` gives the reason why a layer's order is not known.
-    """
-
-    transposed_keys: frozenset[str] = frozenset()
-    unreadable: Mapping[str, str] | None = None
-
-
 def layer_number(name: str) -> int:
     """The one number in a layer's name.
 
@@ -161,35 +153,6 @@ def layer_spec(group_spec: Any, name: str) -> Any:
     """A layer's own spec, or None for an alias that a uniform-type spec lacks."""
     specs = getattr(group_spec, "kv_cache_specs", None)
     return group_spec if specs is None else specs.get(name)
-
-
-COVERED_SPECS = frozenset(
-    {
-        "ChunkedLocalAttentionSpec",
-        "FullAttentionSpec",
-        "HiddenStateCacheSpec",
-        "MLAAttentionSpec",
-        "RSWASpec",
-        "SinkFullAttentionSpec",
-        "SlidingWindowMLASpec",
-        "SlidingWindowSpec",
-    }
-)
-"""Spec classes whose blocks hold a request's tokens by position. Of others it is not
-known, so they are skipped; docs/design/kv_checksum.md has a row for each."""
-
-
-def check_spec(spec: Any) -> None:
-    """Raise `SkipGroup` unless the spec's blocks hold one state per token."""
-    kind = type(spec).__name__
-    if kind not in COVERED_SPECS:
-        raise SkipGroup(
-            f"{kind} blocks are not numbered by token position", Skipped.SPEC_CLASS
-        )
-    if spec.tokens_per_state != 1:
-        raise SkipGroup(f"{spec.tokens_per_state} tokens per state", Skipped.COMPRESSED)
-    if spec.num_head_slots not in (None, spec.num_kv_heads):
-        raise SkipGroup("KV heads are packed into head slots", Skipped.PACKED_HEADS)
 
 
 def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
@@ -248,7 +211,7 @@ def read_as(
     start = cache.storage_offset() * cache.element_size() + offset
     if any(stride % width for stride in (*strides, start)):
         raise SkipGroup("the cache's strides are not whole pieces")
-    view = torch.empty(0, dtype=PIECE_DTYPES[width], device=cache.device)
+    view = torch.empty(0, dtype=_ELEMENT_DTYPES[width], device=cache.device)
     view.set_(
         cache.untyped_storage(),
         start // width,
@@ -295,165 +258,3 @@ def slice_factors(layer: int, heads: Iterable[int], device: Any) -> torch.Tensor
     values = [slice_factor(layer, head) for head in heads]
     signed = [v - 2**64 if v >= 2**63 else v for v in values]
     return torch.tensor(signed, dtype=torch.int64, device=device)
-
-
-def attention_slices(
-    name: str,
-    spec: Any,
-    cache: torch.Tensor,
-    num_blocks: int,
-    shard: Sharding,
-    first_head: int,
-    order: TokenOrder,
-) -> LayerSlices:
-    """Slices of an attention layer; `first_head` numbers its first global head.
-
-    Raises:
-        SkipGroup: the layer cannot be checksummed.
-    """
-    check_spec(spec)
-    reason = (order.unreadable or {}).get(name)
-    if reason is not None:
-        raise SkipGroup(reason, Skipped.BACKEND)
-    key, head_offset = head_placement(spec, shard)
-    heads = range(
-        first_head + head_offset, first_head + head_offset + spec.num_kv_heads
-    )
-    factors = slice_factors(layer_number(name), heads, cache.device)
-    read = _indexer_views if is_quantized_indexer(spec) else _cell_views
-    views = read(name, spec, cache, num_blocks, factors, key, order)
-    for view in views:
-        _, ratio, cache_heads, tokens, _ = view.blocks.shape
-        if ratio * tokens != spec.block_size:
-            raise SkipGroup(
-                f"{ratio} kernel blocks of {tokens} tokens do not tile a block of "
-                f"{spec.block_size}"
-            )
-        if cache_heads != spec.num_kv_heads:
-            raise SkipGroup(
-                f"the cache holds {cache_heads} heads, not {spec.num_kv_heads}"
-            )
-    return LayerSlices(
-        views,
-        spec.num_kv_heads * (shard.tp_size // key[0]),
-        str(spec.dtype),
-        remarks=_quantization_remarks(spec),
-    )
-
-
-def _cell_views(
-    name: str,
-    spec: Any,
-    cache: torch.Tensor,
-    num_blocks: int,
-    factors: torch.Tensor,
-    key: ReplicaKey,
-    order: TokenOrder,
-) -> list[LayerView]:
-    """A cache whose rows are one token's bytes, or CPU attention's."""
-    token_bytes = cache.shape[-1] * cache.element_size() if cache.dim() == 4 else 0
-    width = piece_width(token_bytes)
-    blocks = integer_view(cache, num_blocks, width)
-    parts = [(blocks, 0)]
-    if name in order.transposed_keys:
-        parts = _transposed_key_parts(cache, num_blocks, spec, blocks)
-    return [
-        LayerView(name, part, width, token_bytes // width, factors, key, first)
-        for part, first in parts
-    ]
-
-
-def _transposed_key_parts(
-    cache: torch.Tensor, num_blocks: int, spec: Any, blocks: torch.Tensor
-) -> list[tuple[torch.Tensor, int]]:
-    """Views of blocks whose keys are transposed, and their first pieces.
-
-    The first half of a kernel block and head holds its keys as
-    ``[head_size, tokens]``, the second half its values token by token (vLLM's
-    CPU attention).
-    """
-    _, ratio, heads, tokens, pieces = blocks.shape
-    size, half = cache.element_size(), pieces // 2
-    if spec.head_size != spec.head_size_v or blocks.stride(3) != pieces:
-        raise SkipGroup("keys are transposed in blocks that are not dense")
-    if pieces % 2:
-        raise SkipGroup("a piece holds both keys and values, which lie apart")
-    elements = integer_view(cache, num_blocks, size)
-    keys = elements.as_strided(
-        (num_blocks, ratio, heads, tokens, elements.shape[4] // 2),
-        (*elements.stride()[:3], 1, tokens),
-    )
-    values = blocks.as_strided(
-        (num_blocks, ratio, heads, tokens, half),
-        (*blocks.stride()[:3], half, 1),
-        blocks.storage_offset() + tokens * half,
-    )
-    return [(keys, 0), (values, half)]
-
-
-INDEXER_VALUE_BYTES, INDEXER_SCALE_BYTES = 128, 4
-"""Per token, in the sparse indexer cache that `_indexer_views` reads."""
-
-
-def is_quantized_indexer(spec: Any) -> bool:
-    """Whether a sparse indexer's blocks hold fp8 values before their scales."""
-    from vllm.v1 import kv_cache_interface as interface
-
-    return (
-        getattr(spec, "cache_role", None) is interface.SparseCacheRole.INDEXER
-        and spec.dtype == torch.uint8
-    )
-
-
-def _indexer_views(
-    name: str,
-    spec: Any,
-    cache: torch.Tensor,
-    num_blocks: int,
-    factors: torch.Tensor,
-    key: ReplicaKey,
-    order: TokenOrder,
-) -> list[LayerView]:
-    """DeepSeek's sparse indexer: a block's fp8 values, then its float32 scales.
-
-    Checked against what vLLM's own Triton writer (`_fp8_quant_and_cache_write` of
-    deepseek_v32) leaves in a block, with float32 and with packed ue8m0 scales. A
-    token is read as its 128 value bytes, then its 4 scale bytes.
-
-    Raises:
-        SkipGroup: another format, or blocks that are not dense.
-    """
-    ratio = block_ratio(cache, num_blocks)
-    cell = INDEXER_VALUE_BYTES + INDEXER_SCALE_BYTES
-    _, heads, tokens, content = cache.shape
-    if heads != 1 or content != cell:
-        raise SkipGroup(f"a sparse indexer cache of {content} bytes per token")
-    block, _, token, _ = cache.stride()
-    if tokens > 1 and token != cell:
-        raise SkipGroup("a sparse indexer cache whose blocks are not dense")
-    width, pieces = INDEXER_SCALE_BYTES, cell // INDEXER_SCALE_BYTES
-    views = []
-    for offset, size in ((0, INDEXER_VALUE_BYTES), (INDEXER_VALUE_BYTES, width)):
-        read = read_as(
-            cache,
-            width,
-            offset * tokens,
-            (num_blocks, ratio, 1, tokens, size // width),
-            (block * ratio, block, block, size, width),
-        )
-        first = offset // width
-        views.append(
-            LayerView(name, read, width, pieces, factors, key, first_piece=first)
-        )
-    return views
-
-
-def _quantization_remarks(spec: Any) -> tuple[str, ...]:
-    """What stays outside a quantized layer's cells: the scales of whole tensors."""
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    if spec.kv_quant_mode == KVQuantMode.FP8_PER_TENSOR and "ds_mla" not in (
-        getattr(spec, "cache_dtype_str", None) or ""
-    ):
-        return ("per-tensor KV scales (model weights, outside the cache)",)
-    return ()

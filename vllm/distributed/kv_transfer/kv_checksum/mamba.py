@@ -73,7 +73,7 @@ def state_slices(
     if (ratio, heads, tokens) != (1, 1, 1) or content * cache.element_size() < size:
         raise SkipGroup("a block is no page that holds the layer's states")
     if spec.state_splits is None:
-        slices = _whole_slices(name, spec, cache, size, shard, first_row)
+        slices = _whole_slices(name, spec, cache, covered, size, shard, first_row)
     else:
         slices = _split_slices(name, spec, cache, covered, shard, first_row)
     if len(states) > COVERED_STATES:
@@ -85,6 +85,7 @@ def _whole_slices(
     name: str,
     spec: Any,
     cache: torch.Tensor,
+    covered: Sequence[tuple[tuple[int, ...], torch.dtype]],
     size: int,
     shard: Sharding,
     first_row: int,
@@ -102,7 +103,7 @@ def _whole_slices(
     return LayerSlices(
         [view],
         shard.tp_size // replicas,
-        f"{spec.shapes[:COVERED_STATES]}|{spec.dtypes[:COVERED_STATES]}",
+        "".join(f"{[*map(int, shape)]}{dtype};" for shape, dtype in covered),
         equal_tp=not spec.tp_replicated,
     )
 

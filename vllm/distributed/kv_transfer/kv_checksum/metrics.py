@@ -27,7 +27,7 @@ _PLAIN = {
     "blocks_mismatched": "KV blocks that differed from their producer's checksums.",
     "failed": "Requests failed because of KV checksums.",
     "recomputed": "Requests recomputed because of KV checksums.",
-    "stored_blocks_dropped": "Stored KV blocks dropped because their load failed.",
+    "stored_blocks_dropped": "Stored KV blocks dropped because they differ.",
     "payload_bytes": "Bytes of KV checksum payloads sent.",
 }
 

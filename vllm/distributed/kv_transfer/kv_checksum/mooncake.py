@@ -1,13 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake P2P: payloads ride the producer's responses, by consumer request id.
 
-The response's field is optional, so instances without it keep working unverified.
+The response's field is optional, so instances without it keep working unverified. It is
+decoded here and not with the response, whose decoding fails every load in it.
 Every producer worker sends the same bytes; who awaits them takes the first.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
+
+import msgspec
+
+from .wire_maps import decode_map
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_payload_decoder = msgspec.msgpack.Decoder(bytes)
+_NIL = _encoder.encode(None)
+
+_DAMAGED = b""
+"""Handed on instead of a payload that is none: it does not decode."""
+
+
+def _payloads(field: msgspec.Raw, ok_reqs: Iterable[str]) -> dict[str, bytes]:
+    """The payloads in a response's field, by request id.
+
+    What does not decode stands as `_DAMAGED`: one payload alone, or that of every
+    request if the field as a whole does not.
+    """
+    data = bytes(field)
+    if data in (b"", _NIL):
+        return {}
+    try:
+        raw = decode_map(_decoder, data)
+    except ValueError:
+        return dict.fromkeys(ok_reqs, _DAMAGED)
+    return {req_id: _payload(one) for req_id, one in raw.items()}
+
+
+def _payload(one: msgspec.Raw) -> bytes:
+    try:
+        return _payload_decoder.decode(one)
+    except msgspec.MsgspecError:
+        return _DAMAGED
 
 
 class MooncakeChecksums:
@@ -17,19 +53,22 @@ class MooncakeChecksums:
         self._received: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
 
     @staticmethod
-    def of_sent(sent: Iterable[tuple[str, Any]]) -> dict[str, bytes] | None:
-        """Payloads of requests whose KV was sent, for the response, or None.
+    def add_sent(response: Any, sent: Iterable[tuple[str, Any]]) -> None:
+        """Add the payloads of requests whose KV was sent to a response, if any.
 
         Args:
+            response: the ``MooncakeXferResponse``.
             sent: consumer request ids and the producer's ``SendBlockMeta``.
         """
         found = {req_id: meta.kv_checksums for req_id, meta in sent}
-        return {r: data for r, data in found.items() if data is not None} or None
+        found = {r: data for r, data in found.items() if data is not None}
+        if found:
+            response.kv_checksums = msgspec.Raw(_encoder.encode(found))
 
     def receive(
         self,
-        payloads: dict[str, bytes] | None,
-        ok_reqs: Iterable[str],
+        field: msgspec.Raw,
+        ok_reqs: Sequence[str],
         awaited: Container[str],
     ) -> None:
         """Queue a response's payloads of awaited requests that it reports as sent.
@@ -38,8 +77,9 @@ class MooncakeChecksums:
         the loads finished, and before it: whoever sees a load finished finds its
         payload in the queue.
         """
+        payloads = _payloads(field, ok_reqs)
         for req_id in ok_reqs:
-            if payloads and req_id in payloads and req_id in awaited:
+            if req_id in payloads and req_id in awaited:
                 self._received.put((req_id, payloads[req_id]))
 
     def finish(self, results: Any) -> None:
@@ -49,7 +89,8 @@ class MooncakeChecksums:
                 req_id, payload = self._received.get_nowait()
             except Empty:
                 return
-            results.kv_checksums.setdefault(req_id, payload)
+            if not results.kv_checksums.get(req_id):
+                results.kv_checksums[req_id] = payload
 
 
 def create_mooncake_checksums(vllm_config: Any) -> MooncakeChecksums | None:

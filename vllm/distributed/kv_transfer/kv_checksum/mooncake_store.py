@@ -8,7 +8,8 @@ each other's. Both sides of a connector decide alike, from the configuration,
 whether checksums are stored.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,6 +23,8 @@ from .offload import (
     why_not_summed,
     why_whole_blocks_differ,
 )
+from .report import request_name
+from .wire_maps import decode_map
 
 logger = init_logger(__name__)
 
@@ -31,7 +34,11 @@ REMOVE_MSG = b"remove_kv_checksum_failures"
 """Tag, on the lookup channel, of a request to remove blocks on every rank."""
 
 _OK, _ERROR = b"\x01", b"\x00"
-_OBJECT_NOT_FOUND = -704
+_OBJECT_NOT_FOUND, _LEASE_EXPIRED, _RPC_FAILED = -704, -707, -900
+
+# What a load's status does not tell: -600 is a value that is too long, -800 one that
+# is too short, or a transfer that failed.
+_NO_QUESTION_OF_SIZE = (_OBJECT_NOT_FOUND, _LEASE_EXPIRED, _RPC_FAILED)
 
 _encoder = msgspec.msgpack.Encoder()
 _Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -121,24 +128,18 @@ class MooncakeStoreChecksums:
         Forced, because the load that failed still holds a lease on them.
         """
         try:
-            wanted = _decoder.decode(bytes(frames[1]))
+            wanted = decode_map(_decoder, bytes(frames[1]))
             keys = [
                 f"{prefix}@{block_hash.hex()}"
                 for index, hashes in wanted.items()
                 for prefix in self._worker._lookup_key_prefixes[index]
                 for block_hash in hashes
             ]
-            results = self._worker.store.batch_remove(keys, force=True)
-            statuses = list(zip(keys, results, strict=True))
+            failed = self._remove(keys)
         except Exception as error:
             # Whatever it is, the channel must answer, or lookups hang.
             logger.error("KV checksum failures were not removed: %s", error)
             return _ERROR
-        failed = [
-            (key, status)
-            for key, status in statuses
-            if status not in (0, _OBJECT_NOT_FOUND)
-        ]
         if failed:
             logger.error(
                 "Mooncake did not remove %d of %d keys that failed their KV checksums "
@@ -150,6 +151,93 @@ class MooncakeStoreChecksums:
             return _ERROR
         logger.info("Removed %d keys that failed their KV checksums", len(keys))
         return _OK
+
+    def _remove(self, keys: Sequence[str]) -> list[tuple[str, int]]:
+        """Remove keys, whoever holds a lease; those that are still there, and why."""
+        statuses = self._worker.store.batch_remove(keys, force=True)
+        return [
+            (key, status)
+            for key, status in zip(keys, statuses, strict=True)
+            if status not in (0, _OBJECT_NOT_FOUND)
+        ]
+
+    def drop_malformed(
+        self,
+        req_id: str,
+        keys: Sequence[str],
+        sizes: Sequence[Sequence[int]],
+        statuses: Sequence[int],
+    ) -> None:
+        """Remove the values of a failed load that the store refuses for their size.
+
+        Such a value can never be loaded, and stands in the way of a good one. Every
+        other failure is one of the transport, and leaves the value where it is.
+        Called on a loading thread, before the failure is reported.
+
+        Args:
+            keys: what was to be loaded, this rank's own.
+            sizes: per key, the sizes of its regions.
+            statuses: per key, what the store said; negative: not loaded.
+        """
+        expected = {
+            key: sum(regions)
+            for key, regions, status in zip(keys, sizes, statuses, strict=True)
+            if status < 0 and status not in _NO_QUESTION_OF_SIZE
+        }
+        if not expected:
+            return
+        began = time.perf_counter()
+        try:
+            malformed = _of_other_sizes(self._worker.store, expected)
+            failed = self._remove(malformed) if malformed else []
+        except Exception as error:
+            # What could not be asked stays; the load fails as it would have.
+            logger.warning(
+                "Load of request %s: malformed values, if any, were not removed: %s",
+                request_name(req_id),
+                error,
+            )
+            return
+        if not malformed:
+            return
+        self._worker._record_kv_connector_operation(
+            operation="kv_checksum_remove_malformed",
+            duration_seconds=time.perf_counter() - began,
+            num_keys=len(malformed),
+            status="partial_failure" if failed else "ok",
+            num_failed_keys=len(failed),
+        )
+        key = malformed[0]
+        logger.error(
+            "Load of request %s: %d of %d values are of another size than a block "
+            "(first: %s, %d bytes expected) and were removed, but for %d",
+            request_name(req_id),
+            len(malformed),
+            len(keys),
+            key,
+            expected[key],
+            len(failed),
+        )
+
+
+def _of_other_sizes(store: Any, expected: dict[str, int]) -> list[str]:
+    """The keys whose values the store holds in full, none of them of the right size."""
+    replicas = store.batch_get_replica_desc(list(expected))
+    found = {key: set(_sizes(store, key, replicas.get(key, ()))) for key in expected}
+    return [key for key, sizes in found.items() if sizes and expected[key] not in sizes]
+
+
+def _sizes(store: Any, key: str, replicas: Iterable[Any]) -> Iterable[int]:
+    """Sizes of a value's complete replicas, as far as the store tells them."""
+    for replica in replicas:
+        if replica.status.name != "COMPLETE":
+            continue
+        if replica.is_memory_replica():
+            yield replica.get_memory_descriptor().buffer_descriptor.size
+        elif replica.is_disk_replica():
+            yield replica.get_disk_descriptor().object_size
+        elif (size := store.get_size(key)) >= 0:
+            yield size
 
 
 def create_mooncake_store_checksums(

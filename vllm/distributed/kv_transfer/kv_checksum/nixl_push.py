@@ -1,66 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL push: a payload rides the completion notif of every WRITE of its request.
 
-Negotiated, not versioned. A consumer's registration says that it wants checksums
-(`ask`); only then does the producer send the long form of the notif. So a consumer
-that knows nothing of it, or has checksums off, gets the notif it expects, and a
-producer that knows nothing of it ignores the question.
+Negotiated, not versioned. A consumer's registration says which form of the notif it
+wants (`ask`); only then does the producer send that form. So a consumer that knows
+nothing of it, knows another form of it, or has checksums off, gets the notif it
+expects, and a producer that knows nothing of it ignores the question.
 
-Long form: `_PREFIX`, then msgpack of the consumer's request id, the producer's TP size
-and the payload. The plain form is UTF-8 text, which 0xff never starts.
+Long form: `_PREFIX`, the plain form with its length and CRC-32 before it, the CRC-32
+of the payload, the payload as base64. The plain form is UTF-8 text, in which 0xff never
+stands. Some NIXL back ends cut notifs, or end them at a zero byte: a WRITE counts as
+complete wherever the plain part came through, whatever became of the payload.
 """
 
+import base64
+import binascii
+import re
 from collections.abc import Container
 from typing import Any
+from zlib import crc32
 
-import msgspec
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
 _ASKED = "kv_checksums"
-_PREFIX = b"\xffkv_checksums:"
+_FORM = 2
+"""What a registration asks for. True was the form before: msgpack, without CRCs."""
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(tuple[str, int, bytes])
+# Two bytes that UTF-8 lacks, so that damage to one is told from the plain form.
+_NO_TEXT = b"\xff"
+_PREFIX = _NO_TEXT * 2 + b"kv_checksums:"
+
+# Behind the prefix: length and CRC-32 of the plain part; behind that part: the
+# payload's CRC-32.
+_PLAIN_HEADER = re.compile(rb"([0-9]{1,6}):([0-9a-f]{8}):")
+_PAYLOAD_HEADER = re.compile(rb":([0-9a-f]{8}):")
+_PLAIN = re.compile(rb"(.*):0*[1-9][0-9]{0,8}", re.DOTALL)
+
+DAMAGED = b""
+"""Handed on instead of a payload that did not come through: it does not decode."""
 
 
 def ask(registration: dict[str, Any]) -> None:
     """Say in a consumer's registration that it wants checksums."""
-    registration[_ASKED] = True
+    registration[_ASKED] = _FORM
 
 
-def add_payload(notif: bytes, payload: bytes) -> bytes:
+def _crc(data: bytes) -> bytes:
+    return b"%08x" % crc32(data)
+
+
+def add_payload(plain: bytes, payload: bytes) -> bytes:
     """The long form of a plain completion notif."""
-    req_id, tp_size = notif.decode().rsplit(":", 1)
-    return _PREFIX + _encoder.encode((req_id, int(tp_size), payload))
+    return b"%b%d:%b:%b:%b:%b" % (
+        _PREFIX,
+        len(plain),
+        _crc(plain),
+        plain,
+        _crc(payload),
+        base64.b64encode(payload),
+    )
 
 
-def split_payload(notif: bytes) -> tuple[str, int, bytes]:
-    """Request id, TP size and payload of a completion notif in its long form.
+def may_be_long(notif: bytes) -> bool:
+    """Whether `notif` is what came of a long form. No plain form is."""
+    return not notif or _NO_TEXT in notif[:2]
+
+
+def split_payload(notif: bytes) -> tuple[bytes, bytes]:
+    """The plain form in a long one, and the payload or `DAMAGED`.
 
     Raises:
-        ValueError: malformed.
+        ValueError: the plain form did not come through.
     """
+    # Without a look at the prefix: the CRC tells more than it could.
+    header = _PLAIN_HEADER.match(notif, len(_PREFIX))
+    if header is None:
+        raise ValueError("it is cut, or its beginning is damaged")
+    end = header.end() + int(header[1])
+    plain = notif[header.end() : end]
+    if _crc(plain) != header[2] or _PLAIN.fullmatch(plain) is None:
+        raise ValueError("its request id is cut or damaged")
+    plain.decode()
+    header = _PAYLOAD_HEADER.match(notif, end)
+    if header is None:
+        return plain, DAMAGED
     try:
-        req_id, tp_size, payload = _decoder.decode(notif[len(_PREFIX) :])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(str(error)) from None
-    if tp_size < 1:
-        raise ValueError(f"TP size {tp_size}")
-    return req_id, tp_size, payload
+        payload = base64.b64decode(notif[header.end() :], validate=True)
+    except binascii.Error:
+        return plain, DAMAGED
+    return plain, payload if _crc(payload) == header[1] else DAMAGED
 
 
 class NixlPushChecksums:
     """Payloads on their way through a push worker.
 
-    Single dictionary operations are all that two threads share: the engine's thread
-    adds and drops payloads, the writer thread takes them along.
+    Single dictionary operations and one flag are all that two threads share: the
+    engine's thread adds and drops payloads and reads completion notifs, the writer
+    thread takes payloads along and sends registrations.
     """
 
     def __init__(self) -> None:
         self._outgoing: dict[str, bytes] = {}
         self._received: dict[str, bytes] = {}
+        self._plain_only = False
 
     # ---- producer
 
@@ -70,7 +113,8 @@ class NixlPushChecksums:
 
     def negotiate(self, req_id: str, registration: dict[str, Any]) -> None:
         """The request's consumer registered: drop the payload if it wants none."""
-        if registration.get(_ASKED) is not True:
+        form = registration.get(_ASKED)
+        if type(form) is not int or form != _FORM:
             self._outgoing.pop(req_id, None)
 
     def completion_notif(self, req_id: str, plain: bytes) -> bytes:
@@ -80,25 +124,42 @@ class NixlPushChecksums:
 
     # ---- consumer
 
-    def take(self, notif: bytes, awaited: Container[str]) -> bytes:
-        """A completion notif in its plain form; empty if it does not decode.
+    def registration(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """A registration as it is sent: it asks for nothing that does not arrive."""
+        if not self._plain_only:
+            return wanted
+        return {key: value for key, value in wanted.items() if key != _ASKED}
 
-        The first payload of a request in `awaited` is kept until the next `finish`.
+    def take(self, notif: bytes, awaited: Container[str]) -> bytes:
+        """A completion notif in its plain form; empty if that did not come through.
+
+        The first payload of a request in `awaited` is kept until the next `finish`,
+        and `DAMAGED` where no copy of it came through.
         """
-        if not notif.startswith(_PREFIX):
+        if not may_be_long(notif):
             return notif
         try:
-            req_id, tp_size, payload = split_payload(notif)
+            plain, payload = split_payload(notif)
         except ValueError as error:
-            logger.error(
-                "Dropped a NIXL completion notif with KV checksums that does not "
-                "decode: %s",
-                error,
-            )
+            self._lost(notif, error)
             return b""
-        if req_id in awaited:
-            self._received.setdefault(req_id, payload)
-        return f"{req_id}:{tp_size}".encode()
+        req_id = plain.decode().rsplit(":", 1)[0]
+        if req_id in awaited and not self._received.get(req_id):
+            self._received[req_id] = payload
+        return plain
+
+    def _lost(self, notif: bytes, error: ValueError) -> None:
+        log = logger.debug if self._plain_only else logger.error
+        self._plain_only = True
+        log(
+            "A NIXL completion notif with KV checksums (%d bytes) did not come through "
+            "(%s): the load that it ends never does, and keeps its blocks. This worker "
+            "asks for notifs without checksums from now on, so its loads are not "
+            "verified. Find out what cuts or damages NIXL notifs (back end, network), "
+            "then restart this instance",
+            len(notif),
+            error,
+        )
 
     # ---- both
 

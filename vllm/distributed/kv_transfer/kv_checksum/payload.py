@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from .wire_maps import decode_map
+
 PAYLOAD_VERSION = 1
 
 KV_TRANSFER_PARAMS_KEY = "kv_checksums"
@@ -116,12 +118,15 @@ class _WireGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class _WireBody(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     num_tokens: int
     tp_size: int
-    groups: Annotated[dict[int, _WireGroup], msgspec.Meta(max_length=_MAX_GROUPS)]
+    groups: msgspec.Raw
 
 
 _encoder = msgspec.msgpack.Encoder()
 _outer_decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 _body_decoder = msgspec.msgpack.Decoder(_WireBody)
+_groups_decoder = msgspec.msgpack.Decoder(
+    Annotated[dict[int, _WireGroup], msgspec.Meta(max_length=_MAX_GROUPS)]
+)
 
 
 def encode(payload: KVChecksumPayload) -> bytes:
@@ -132,7 +137,8 @@ def encode(payload: KVChecksumPayload) -> bytes:
         )
         for group_id, g in payload.groups.items()
     }
-    body = _encoder.encode(_WireBody(payload.num_tokens, payload.tp_size, groups))
+    raw = msgspec.Raw(_encoder.encode(groups))
+    body = _encoder.encode(_WireBody(payload.num_tokens, payload.tp_size, raw))
     return _encoder.encode((PAYLOAD_VERSION, msgspec.Raw(body)))
 
 
@@ -152,12 +158,13 @@ def decode(data: bytes) -> KVChecksumPayload:
         wire = _body_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
         raise ValueError(f"malformed payload: {error}") from None
+    groups = decode_map(_groups_decoder, memoryview(wire.groups))
     if not (0 < wire.num_tokens < 2**40 and 0 < wire.tp_size < 2**20):
         raise ValueError("payload has an impossible number of tokens or ranks")
     return KVChecksumPayload(
         wire.num_tokens,
         wire.tp_size,
-        {gid: _check_group(gid, g, wire.num_tokens) for gid, g in wire.groups.items()},
+        {gid: _check_group(gid, g, wire.num_tokens) for gid, g in groups.items()},
     )
 
 

@@ -29,7 +29,8 @@ def build_rows(
 ) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[Part]]:
     """Rows of all groups: int64 ``(3, n)`` of block id, first token, valid tokens.
 
-    Each group starts at an even column, so that reads of it stay 16-byte aligned.
+    Each group starts at an even column, so that reads of it stay 16-byte aligned. A
+    request without blocks of a group has a part of no rows.
     """
     tables: list[np.ndarray] = []
     segments: list[tuple[GroupView, slice]] = []
@@ -44,6 +45,8 @@ def build_rows(
         if not found:
             continue
         req_ids, num_tokens, starts, ids = zip(*found, strict=True)
+        # No blocks are no rows, and no list of an unknown type.
+        ids = [np.asarray(i, np.int64) for i in ids]
         lengths = np.array([len(i) for i in ids])
         ends = lengths.cumsum()
         total = int(ends[-1])
@@ -54,7 +57,8 @@ def build_rows(
         valid = np.repeat(num_tokens, lengths) - first
         np.clip(valid, 0, group.block_size, out=table[2, :total])
         tables.append(table)
-        segments.append((group, slice(at, at + total)))
+        if total:
+            segments.append((group, slice(at, at + total)))
         begins = (at + ends - lengths).tolist()
         parts += [
             Part(req_id, group, start, slice(begin, begin + length))

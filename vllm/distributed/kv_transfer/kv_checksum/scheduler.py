@@ -243,7 +243,8 @@ class KVChecksumScheduler:
                         pending.take(record)
             for req_id, data in record.received.items():
                 load = self._recvs.get(req_id)
-                if load is not None and load.received is None:
+                # A copy that came through takes the place of one that did not.
+                if load is not None and not load.received:
                     load.received = data
 
     def _note_skipped(self, record: KVChecksumRecord) -> None:

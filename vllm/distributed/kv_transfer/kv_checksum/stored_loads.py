@@ -2,9 +2,10 @@
 """Loads that bring stored checksums back, in the scheduler.
 
 The workers' entries are compared with their own sums here, because the tags that
-they carry are made of the request's block hashes. What must not be used again is
-reported to the connector, and a request whose load failed is kept from the caches:
-it would find the same blocks again.
+they carry are made of the request's block hashes. What was compared and differs is
+reported to the connector, and nothing else: a load that failed on its way says nothing
+about what is stored. A request whose load failed is kept from the caches: it would find
+the same blocks again.
 """
 
 from collections.abc import Sequence
@@ -76,10 +77,10 @@ class StoredLoads:
         return sum(map(len, bad.values()))
 
     def give_up(self, request: Any) -> None:
-        """Let a request whose load failed ask neither cache again.
+        """Keep a request whose load failed from the caches; what is stored stays.
 
-        Whatever the connector still holds, the recompute does not load it a second
-        time.
+        Neither cache is asked again for it: whatever the connector still holds, the
+        recompute does not load it a second time.
         """
         request.skip_reading_prefix_cache = True
 

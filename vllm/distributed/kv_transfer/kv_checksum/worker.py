@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.utils import torch_utils
 
 from . import torch_path
@@ -25,6 +24,7 @@ from .checksum import (
     KVChecksumScheduled,
 )
 from .coverage import sums_blocks
+from .formats import LayerFormat, layer_formats
 from .groups import build_group, describe_group
 from .layout import (
     GroupView,
@@ -32,7 +32,6 @@ from .layout import (
     Sharding,
     SkipGroup,
     SumRows,
-    TokenOrder,
 )
 from .offload import BlockRun, tags_of_rows, why_not_summed
 from .rows import Part, build_rows
@@ -110,7 +109,8 @@ class KVChecksumWorker:
         kv_caches: per layer name, its ``[B, H, N, C]`` cache.
         tp_rank, tp_size, pp_rank: where this worker stands.
         uniform_kv_heads: the model's KV head count if every layer shares it.
-        order: what is known of caches whose rows are not one token's bytes.
+        formats: per layer name, how vLLM's layer keeps its cache; of layers that are
+            not in it their specs alone tell.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class KVChecksumWorker:
         tp_size: int,
         pp_rank: int,
         uniform_kv_heads: int | None,
-        order: TokenOrder | None = None,
+        formats: Mapping[str, LayerFormat] | None = None,
     ) -> None:
         self.tp_rank, self.pp_rank = tp_rank, pp_rank
         self.groups: dict[int, GroupView] = {}
@@ -137,7 +137,7 @@ class KVChecksumWorker:
                     kv_caches,
                     kv_cache_config.num_blocks,
                     shard,
-                    order or TokenOrder(),
+                    formats or {},
                 )
             except SkipGroup as reason:
                 self.skipped[group_id] = str(reason)
@@ -395,7 +395,7 @@ def create_kv_checksum_worker(
         tp_size=tp.world_size,
         pp_rank=get_pp_group().rank_in_group,
         uniform_kv_heads=_uniform_kv_heads(vllm_config),
-        order=_token_order(vllm_config, kv_caches),
+        formats=layer_formats(vllm_config, kv_caches),
     )
 
 
@@ -412,45 +412,3 @@ def _uniform_kv_heads(vllm_config: Any) -> int | None:
     if draft is not None and draft.get_total_num_kv_heads() != heads:
         return None
     return heads
-
-
-_TRANSPOSED_KEY_ISAS = ("vec", "vec16")
-"""CPU attention variants whose blocks hold keys as [head_size, tokens]; measured
-by writing single tokens with bf16 and float32 caches."""
-
-
-def _token_order(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> TokenOrder:
-    """Which layers' rows are not one token's bytes, and in which order they are."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    layers = vllm_config.compilation_config.static_forward_context
-    transposed, unreadable = set(), {}
-    for name, cache in kv_caches.items():
-        if reason := _indexer_problem(layers.get(name), cache):
-            unreadable[name] = reason
-        backend = getattr(layers.get(name), "attn_backend", None)
-        if backend is None or backend.get_name() != "CPU_ATTN":
-            continue
-        isa = _get_attn_isa(cache.dtype, cache.shape[2], cache.shape[3] // 2)
-        if isa in _TRANSPOSED_KEY_ISAS and cache.element_size() in (2, 4):
-            transposed.add(name)
-        else:
-            unreadable[name] = (
-                f"CPU attention variant {isa!r} packs keys in its own order"
-            )
-    return TokenOrder(frozenset(transposed), unreadable)
-
-
-def _indexer_problem(layer: Any, cache: torch.Tensor) -> str | None:
-    """Why a sparse indexer's blocks are not values, then scales; None if they are."""
-    shuffled = getattr(layer, "uses_shuffled_layout", None)
-    if shuffled is None:
-        return None
-    # ROCm's writers shuffle the values also where the layer does not say so.
-    if shuffled or current_platform.is_rocm():
-        return "a sparse indexer whose values are shuffled"
-    # The order holds per kernel block; packed layouts show whole blocks here.
-    bound = layer.kv_cache
-    if bound.dim() == 3 and bound.shape[1] != cache.shape[2]:
-        return "a sparse indexer whose kernel blocks are not those of the cache"
-    return None

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's attention layers tell of how their caches are kept and read.
+
+A layer's backend decides how it fills a block, and its ``kv_cache_dtype`` what the
+bytes mean; neither is in its spec. `BACKENDS` lists the backends whose blocks were
+seen written (`test_kv_checksum_writers.py`); what is not in it is not covered.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+
+class TokenOrder(Enum):
+    """In which order a block holds the bytes of its tokens."""
+
+    ROWS = "a token's bytes in a row, per head"
+    CPU_VECTORS = "keys as [head_size, tokens], values in rows"
+    CPU_TILES = "keys and values in tiles of pairs"
+    INDEXER = "fp8 values of all tokens, then their scales"
+    V4_LATENTS = "latents of all tokens, then their scales"
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one layer keeps its cache; the defaults leave it to the spec.
+
+    Attributes:
+        backend: the class that reads and writes it, for messages.
+        cells: the kinds of cells that were seen written by it (`BACKENDS`).
+        order: its own order of tokens.
+        cache_dtype: what the cache's bytes are, unless the spec's dtype says it.
+        unknown: why the order is not known.
+    """
+
+    backend: str = ""
+    cells: frozenset[str] | None = None
+    order: TokenOrder | None = None
+    cache_dtype: str | None = None
+    unknown: str | None = None
+
+
+_PLAIN = frozenset({"NONE"})
+_ROWS = _PLAIN | {"FP8_PER_TENSOR"}
+_SCALED_ROWS = _ROWS | {
+    "INT8_PER_TOKEN_HEAD",
+    "FP8_PER_TOKEN_HEAD",
+    "INT4_PER_TOKEN_HEAD",
+}
+_LATENTS = _ROWS | {"FP8_DS_MLA"}
+
+_V1 = "vllm.v1.attention.backends."
+_MLA = _V1 + "mla."
+
+BACKENDS: Mapping[str, frozenset[str]] = {
+    _V1 + "cpu_attn.CPUAttentionBackend": _ROWS,
+    _V1 + "flash_attn.FlashAttentionBackend": _ROWS,
+    _V1 + "flash_attn_diffkv.FlashAttentionDiffKVBackend": _ROWS,
+    _V1 + "flashinfer.FlashInferBackend": _ROWS,
+    _V1 + "flex_attention.FlexAttentionBackend": _PLAIN,
+    _V1 + "hpc_attn.HpcAttentionBackend": _PLAIN,
+    _V1 + "rocm_aiter_fa.AiterFlashAttentionBackend": _ROWS,
+    _V1 + "triton_attn.TritonAttentionBackend": _SCALED_ROWS,
+    _V1 + "triton_attn_diffkv.TritonAttentionDiffKVBackend": _ROWS,
+    _V1 + "triton_flash_attn.TritonFlashAttentionBackend": _ROWS,
+    _V1 + "triton_flashinfer.TritonFlashInferBackend": _ROWS,
+    "vllm.model_executor.models.extract_hidden_states."
+    "CacheOnlyAttentionBackend": _PLAIN,
+    _MLA + "aiter_triton_mla.AiterTritonMLABackend": _ROWS,
+    _MLA + "amx_mla.AMXMLABackend": _PLAIN,
+    _MLA + "cpu_mla.CPUMLABackend": _PLAIN,
+    _MLA + "cutlass_mla.CutlassMLABackend": _ROWS,
+    _MLA + "flashattn_mla.FlashAttnMLABackend": _ROWS,
+    _MLA + "flashattn_mla_sparse.FlashAttnMLASparseBackend": _PLAIN,
+    _MLA + "flashattn_mla_sparse.FlashAttnMLASparseFA4Backend": _PLAIN,
+    _MLA + "flashinfer_mla.FlashInferMLABackend": _ROWS,
+    _MLA + "flashinfer_mla_sparse.FlashInferMLASparseSM120Backend": _LATENTS,
+    _MLA + "flashinfer_mla_sparse.FlashInferMLASparseTRTLLMBackend": _ROWS,
+    _MLA + "flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend": _ROWS,
+    _MLA + "flashmla.FlashMLABackend": _ROWS,
+    _MLA + "flashmla_sparse.FlashMLASparseBackend": _LATENTS,
+    _MLA + "rocm_aiter_mla.AiterMLABackend": _ROWS,
+    _MLA + "rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend": _ROWS,
+    _MLA + "tokenspeed_mla.TokenspeedMLABackend": _ROWS,
+    _MLA + "triton_mla.TritonMLABackend": _ROWS,
+    _MLA + "xpu_mla_sparse.XPUMLASparseBackend": _PLAIN,
+    _MLA + "indexer.DeepseekV32IndexerBackend": frozenset({"INDEXER"}),
+    _MLA + "sparse_swa.DeepseekSparseSWABackend": frozenset({"FP8_DS_MLA"}),
+}
+"""By the class of the backend, the kinds of cells (`cells.kind_of_cells`) that were
+seen written. Packed cells of a kind have one format, whatever the backend."""
+
+_SUBCLASS_MAY_SET = {"get_builder_cls"}
+"""A subclass that sets nothing else writes what its base writes: vLLM makes such for
+chunked-local attention and for attention sinks."""
+
+
+def backend_class(backend: type) -> type:
+    """The class that decides how `backend` fills blocks: itself, or a base."""
+    while True:
+        own = {key for key in vars(backend) if not key.startswith(("__", "_abc_"))}
+        if not own <= _SUBCLASS_MAY_SET or backend.__base__ in (None, object):
+            return backend
+        backend = backend.__base__  # type: ignore[assignment]
+
+
+def layer_formats(
+    vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, LayerFormat]:
+    """How each layer keeps its cache, by layer name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {
+        name: layer_format(vllm_config, name, layers.get(name), cache)
+        for name, cache in kv_caches.items()
+    }
+
+
+def layer_format(
+    vllm_config: Any, name: str, layer: Any, cache: torch.Tensor
+) -> LayerFormat:
+    """How one layer keeps its cache."""
+    if layer is None or not hasattr(layer, "get_attn_backend"):
+        return LayerFormat(unknown=f"{name!r} is no layer that names its backend")
+    found = backend_class(layer.get_attn_backend())
+    backend = f"{found.__module__}.{found.__qualname__}"
+    cells = BACKENDS.get(backend)
+    if cells is None:
+        return LayerFormat(unknown=f"{backend} was not seen writing its cache")
+    order, unknown = None, indexer_problem(layer, cache)
+    if found.__name__ == "CPUAttentionBackend":
+        order, unknown = cpu_order(vllm_config, layer, cache)
+    asked = getattr(layer, "kv_cache_dtype", None)
+    if asked is not None and asked not in _CACHE_DTYPES:
+        unknown = f"cache dtype {asked!r} is not known"
+    return LayerFormat(backend, cells, order, cache_dtype_of(layer, asked), unknown)
+
+
+_CACHE_DTYPES = frozenset(
+    {
+        "auto",
+        "bfloat16",
+        "float",
+        "float16",
+        "float32",
+        "fp8",
+        "fp8_ds_mla",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "fp8_inc",
+        "fp8_per_token_head",
+        "half",
+        "int4_per_token_head",
+        "int8_per_token_head",
+    }
+)
+"""What a cache's bytes may be. Platforms register others (`KVCacheDTypeHandler`),
+which look like one of these modes and need not be stored like it."""
+
+
+def element_format(cache_dtype: str | None) -> str | None:
+    """What a cache's bytes mean, or None if the spec's dtype and mode say it.
+
+    "auto" and a dtype that was asked for by name are the spec's dtype; "fp8" is what
+    the platform makes of it.
+    """
+    if cache_dtype is None or not cache_dtype.startswith("fp8"):
+        return None
+    e4m3 = current_platform.fp8_dtype()
+    if cache_dtype == "fp8_e5m2":
+        fnuz = e4m3 is torch.float8_e4m3fnuz
+        return str(torch.float8_e5m2fnuz if fnuz else torch.float8_e5m2)
+    float8 = str(e4m3)
+    return float8 if cache_dtype in ("fp8", "fp8_e4m3") else f"{cache_dtype} {float8}"
+
+
+def cache_dtype_of(layer: Any, asked: str | None) -> str | None:
+    """The element format of a layer's cache, an indexer's with that of its scales."""
+    if not hasattr(layer, "uses_shuffled_layout"):
+        return element_format(asked)
+    try:
+        from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
+    except ImportError:  # vLLM 0.32.0: float32 scales alone
+        return element_format("fp8")
+    scales = "ue8m0" if mqa_logits_use_mx_scales() else "float32"
+    return f"{element_format('fp8')} and {scales} scales"
+
+
+# ---- CPU attention
+
+_CPU_ORDERS = {
+    "vec": (TokenOrder.CPU_VECTORS, (1, 2, 4)),
+    "vec16": (TokenOrder.CPU_VECTORS, (2, 4)),
+    "amx": (TokenOrder.CPU_TILES, (1, 2)),
+}
+"""By variant of vLLM's CPU attention, what was seen written: the order, and for which
+widths of an element in bytes."""
+
+
+def cpu_order(
+    vllm_config: Any, layer: Any, cache: torch.Tensor
+) -> tuple[TokenOrder | None, str | None]:
+    """CPU attention's order of tokens, or why it is not known."""
+    isa = getattr(layer, "isa", None)
+    if isa is None:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        # As vLLM's metadata builder asks it, before it tells the layers.
+        isa = _get_attn_isa(
+            vllm_config.model_config.dtype,
+            cache.shape[2],
+            cache.shape[3] // 2,
+            vllm_config.cache_config.cache_dtype,
+        )
+    order, widths = _CPU_ORDERS.get(isa, (None, ()))
+    if cache.element_size() in widths:
+        return order, None
+    return None, (
+        f"CPU attention variant {isa!r} was not seen writing {cache.dtype} caches"
+    )
+
+
+# ---- sparse indexers
+
+
+def indexer_problem(layer: Any, cache: torch.Tensor) -> str | None:
+    """Why a sparse indexer's blocks are not values, then scales; None if they are."""
+    shuffled = getattr(layer, "uses_shuffled_layout", None)
+    if shuffled is None:
+        return None
+    # ROCm's writers shuffle the values also where the layer does not say so.
+    if shuffled or current_platform.is_rocm():
+        return "a sparse indexer whose values are shuffled"
+    # The order holds per kernel block; packed layouts show whole blocks here.
+    bound = layer.kv_cache
+    if bound.dim() == 3 and bound.shape[1] != cache.shape[2]:
+        return "a sparse indexer whose kernel blocks are not those of the cache"
+    return None
