@@ -129,8 +129,12 @@ def draw_instances(random: Generator, settings: dict[str, Any]) -> tuple[Any, An
     # With Mooncake, local hits end where the group ends that holds least.
     transport = str(random.choice(["pull", "push"] * (1 + lags) + ["mooncake"]))
     sizes = [(16, 16), (16, 32), (32, 16)][random.integers(3)]
-    # With few blocks, those of a prefix are soon given to others.
-    d_blocks = 300 if random.random() < 0.5 else 110
+    # With few blocks, those of a prefix are soon given to others. There are enough
+    # for all loads of a wave: vLLM waits forever if a load that failed needs more
+    # blocks than are free, and all others are held by loads behind it.
+    few = 15 + 100 * (2 if "window" in family or "draft" in family else 1)
+    few += 100 * (family == "chunked") + 20 * ("states" in family)
+    d_blocks = 300 if random.random() < 0.5 else few
     both: dict[str, Any] = dict(transport=transport)
     make: Any = rig.Instance
     if family == "MLA":
@@ -219,7 +223,7 @@ def prompt_kv_is_right(d: Any, request: Any) -> bool | None:
     """
     rows = d.scheduler.kv_cache_manager.get_block_ids(request.request_id)
     number, size = request.num_prompt_tokens, d.block_size
-    if request.status != rig.RequestStatus.RUNNING:
+    if request.status != rig.RequestStatus.RUNNING or len(rows[0]) * size < number:
         return None
     tokens = torch.tensor(list(request.prompt_token_ids))
     for group, numbers in enumerate(d.layers):
