@@ -122,6 +122,8 @@ def report(tally: Tally, depth: str, seconds: float) -> list[str]:
     return [
         *tally.lines(depth, others),
         "",
+        *tally.check_lines(depth),
+        "",
         f"{depth}: {tally.total(depth, 'damaged'):,} damaged, "
         f"{tally.total(depth, 'undetected'):,} undetected outside the limits; "
         f"{clean.intact.total() if clean else 0:,} clean and "
@@ -157,9 +159,7 @@ def arguments() -> argparse.Namespace:
         "--batch", type=int, help="only this batch, as examples of --depth name it"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object at the end"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written at the end")
     args = parser.parse_args()
     if args.batch is not None and args.depth is None:
         parser.error("--batch needs --depth, which says what it is a batch of")
@@ -208,18 +208,15 @@ def main() -> int:
     for example in tally.examples:
         print(f"unexpected: {example}")
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "seed": args.seed,
-                    "batches": batches,
-                    "seconds": seconds,
-                    "stopped": stopped,
-                    "rows": tally.json(),
-                    "drawn": tally.drawn,
-                }
-            )
-        )
+        result = {
+            "seed": args.seed,
+            "batches": batches,
+            "seconds": seconds,
+            "stopped": stopped,
+            "rows": tally.json(),
+            "drawn": tally.drawn,
+        }
+        args.json.write_text(json.dumps(result, indent=1))
     return 130 if stopped else int(tally.unexpected > 0)
 
 

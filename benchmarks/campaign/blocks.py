@@ -12,13 +12,12 @@ import zlib
 
 import numpy as np
 
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import NotApplicable
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
 
 from .cancel import changes_cancel
-from .models import Generator, States, draw_model, draw_splits
-from .sides import Load, Side
+from .models import Generator, Group, Split, States, draw_model, draw_splits
+from .sides import Blocks, Load, Side
 from .strike import (
     PADDING,
     STATE_KINDS,
@@ -28,7 +27,7 @@ from .strike import (
     content,
     strike,
 )
-from .tally import CLEAN, Tally
+from .tally import CHECK, CLEAN, Tally
 
 DEPTH = "blocks"
 
@@ -39,14 +38,20 @@ OTHERS = tuple(_OTHER_SUMS)
 LOADS, ROUNDS = 6, 10
 """Loads of a batch, and its damaged rounds; one more is clean."""
 
-PARTIAL = "limit: last block, if D loads fewer tokens than P summed"
 CANCELS = "limit: changes that cancel, in KV of few values"
+PARTIAL = "unverified: last block, if D loads fewer tokens than P summed"
+OTHER_STATE = "unverified: state after other tokens than P summed"
 UNALIGNED = "unverified: D's first block begins inside a block of P"
 NO_WHOLE = "unverified: no block holds equally many tokens on both sides"
+NOT_COMPARED = (PARTIAL, OTHER_STATE, UNALIGNED, NO_WHOLE)
+
+AS_A_WHOLE = CHECK + "a load's own verdict follows from its blocks"
+SETS = CHECK + "what is summed is what is transferred"
 
 _EXPECTED = {
-    **dict.fromkeys((UNUSED, PADDING, PARTIAL, CANCELS, CLEAN), ("verified",)),
-    **dict.fromkeys((UNALIGNED, NO_WHOLE), ("unverified",)),
+    **dict.fromkeys((UNUSED, PADDING, CANCELS, CLEAN), ("verified",)),
+    **dict.fromkeys((AS_A_WHOLE, SETS), ("verified",)),
+    **dict.fromkeys(NOT_COMPARED, ("unverified",)),
 }
 
 
@@ -56,95 +61,104 @@ def run_batch(seed: int, number: int) -> Tally:
     groups = draw_model(random)
     p_split, d_split = draw_splits(random)
     large = max(p_split.block_size, d_split.block_size)
-    states = frozenset(i for i, g in enumerate(groups) if isinstance(g, States))
-    loads = [_draw_load(random, i, large, states) for i in range(LOADS)]
+    loads = [_draw_load(random, i, large) for i in range(LOADS)]
     p = Side(groups, p_split, loads, random)
     d = Side(groups, d_split, loads, random)
     p.write(loads)
     d.write(loads)
-    params, sent = p.send(loads)
-    _, summed = d.load(loads, params)
+    params, summed_p = p.send(loads)
+    _, summed_d = d.load(loads, params)
+    tally = Tally()
+    _draw(tally, groups, p_split, d_split)
+    sent = {x.req_id: p.transferred(x, 0, x.num_tokens) for x in loads}
+    loaded = {x.req_id: d.transferred(x, x.first_token, x.end) for x in loads}
+    where = f"--depth blocks --seed {seed} --batch {number}"
+    _note_sets(tally, sent, summed_p, f"P ({where})")
+    _note_sets(tally, loaded, summed_d, f"D ({where})")
     kept = [cache.clone() for cache in d.caches]
     before: list[bytes] = []
-    tally = Tally()
-    tally.draw(
-        DEPTH,
-        groups=" + ".join(g.family for g in groups),
-        TP=f"{p_split.tp}/{d_split.tp}",
-        PP=f"{p_split.pp}/{d_split.pp}",
-        block_size=f"{p_split.block_size}/{d_split.block_size}",
-        layout_of_D=d_split.layout,
-    )
     for round_ in range(ROUNDS + 1):
         for cache, copy in zip(d.caches, kept, strict=True):
             cache.copy_(copy)
-        chunks, limits = _chunks(loads, summed, sent, d_split.block_size, large)
+        chunks = _chunks(p, d, loads, sent, loaded)
+        limits = {i: c.kind for i, c in enumerate(chunks) if c.kind in NOT_COMPARED}
         if round_:
             _damage(d, chunks, random)
             after = [content(d.target, chunk) for chunk in chunks]
         else:
             after = before = [content(d.target, chunk) for chunk in chunks]
         verdicts, _ = d.load(loads, params)
-        where = f"--depth blocks --seed {seed} --batch {number}, round {round_}"
+        in_round = f"{where}, round {round_}"
         for i, (chunk, old, new) in enumerate(zip(chunks, before, after, strict=True)):
-            limit = limits.get(i)
-            if limit != PARTIAL or chunk.kind not in (CLEAN, UNUSED):
-                chunk.kind = limit or chunk.kind
-            outcome = _outcome(chunk, verdicts[chunk.req_id], limit)
-            missed = outcome == "verified" and old != new and limit is None
+            chunk.kind = limits.get(i, chunk.kind)
+            outcome = _outcome(chunk, verdicts[chunk.req_id])
+            missed = outcome == "verified" and old != new
             if missed and changes_cancel(d, chunk, old, new):
                 chunk.kind = CANCELS
-            _note(tally, chunk, old, new, outcome, where)
+            _note(tally, chunk, old, new, outcome, in_round)
+        _note_loads(tally, chunks, before, after, verdicts, in_round)
     return tally
 
 
-def _draw_load(
-    random: Generator, number: int, large: int, states: frozenset[int]
-) -> Load:
+def _draw(tally: Tally, groups: list[Group], p: Split, d: Split) -> None:
+    tally.draw(
+        DEPTH,
+        groups=" + ".join(g.family for g in groups),
+        TP=f"{p.tp}/{d.tp}",
+        PP=f"{p.pp}/{d.pp}",
+        block_size=f"{p.block_size}/{d.block_size}",
+        layout_of_D=d.layout,
+    )
+
+
+def _draw_load(random: Generator, number: int, large: int) -> Load:
     tokens = int(random.integers(2, 24 * large))
     first = int(random.integers(1 + tokens // large // 2)) * large
     end = tokens
     if random.random() < 0.2 and tokens - first > large:
         end -= int(random.integers(1, large // 2))
-    return Load(f"r{number}", tokens, first, end, int(random.integers(2**32)), states)
+    return Load(f"r{number}", tokens, first, end, int(random.integers(2**32)))
 
 
 def _chunks(
+    p: Side,
+    d: Side,
     loads: list[Load],
-    summed: dict[str, KVChecksumBlocks],
-    sent: dict[str, tuple[KVChecksumBlocks, int]],
-    size: int,
-    large: int,
-) -> tuple[list[Chunk], dict[int, str]]:
+    sent: dict[str, Blocks],
+    loaded: dict[str, Blocks],
+) -> list[Chunk]:
     """The chunks of every load that both sides hold whole, in order.
 
-    And by number, those that cannot be compared, with the limit.
+    Those that cannot be compared have the reason as their kind.
     """
+    size, p_size = d.split.block_size, p.split.block_size
+    large = max(size, p_size)
+    ratio = large // size
     chunks: list[Chunk] = []
-    limits: dict[int, str] = {}
     for load in loads:
-        theirs, p_size = sent[load.req_id]
-        for group, (start, ids) in summed[load.req_id].groups.items():
-            if group in load.state_groups:
-                chunks.append(Chunk(load.req_id, group, list(ids), 0, 1, load.end))
+        fewer = load.end < load.num_tokens
+        for group, (start, ids) in loaded[load.req_id].items():
+            if isinstance(d.groups[group], States):
+                kind = OTHER_STATE if fewer else CLEAN
+                chunks.append(Chunk(load.req_id, group, ids, 0, 1, load.end, kind))
                 continue
-            ratio = large // size
-            p_start, _ = theirs.groups[group]
+            p_start, _ = sent[load.req_id][group]
             first = max(-(-start // ratio), -(-p_start * p_size // large))
             last = -(-load.end // large)
-            partial = load.end < load.num_tokens and load.end % large > 0
+            partial = fewer and load.end % large > 0
             for at in range(first, last):
+                kind = CLEAN
                 if start % ratio:
-                    limits[len(chunks)] = UNALIGNED
+                    kind = UNALIGNED
                 elif partial and last == first + 1:
-                    limits[len(chunks)] = NO_WHOLE
+                    kind = NO_WHOLE
                 elif partial and at == last - 1:
-                    limits[len(chunks)] = PARTIAL
-                own = list(ids[max(0, at * ratio - start) :][:ratio])
+                    kind = PARTIAL
+                own = ids[max(0, at * ratio - start) :][:ratio]
                 chunks.append(
-                    Chunk(load.req_id, group, own, at * ratio, size, load.end)
+                    Chunk(load.req_id, group, own, at * ratio, size, load.end, kind)
                 )
-    return chunks, limits
+    return chunks
 
 
 def _damage(d: Side, chunks: list[Chunk], random: Generator) -> None:
@@ -159,15 +173,54 @@ def _damage(d: Side, chunks: list[Chunk], random: Generator) -> None:
             continue  # some kind always is
 
 
-def _outcome(chunk: Chunk, verdict: LoadVerdict, limit: str | None) -> str:
+def _outcome(chunk: Chunk, verdict: LoadVerdict) -> str:
+    """What the verdict says of one chunk."""
     group = verdict.groups.get(chunk.group)
-    if verdict.unverified or group is None or group.unverified:
+    if verdict.unverified or group is None:
         return "unverified"
     if chunk.start in group.positions:
         return "mismatch"
-    compared = group.first <= chunk.start < group.first + group.compared
-    # A block that is not compared is served as what the load's verdict says.
-    return "verified" if compared != (limit == PARTIAL) else "unverified"
+    if group.first <= chunk.start < group.first + group.compared:
+        return "verified"
+    # What is not compared is served as what the load's verdict says.
+    return "verified" if verdict.outcome == "verified" else "unverified"
+
+
+def _note_sets(
+    tally: Tally, expected: dict[str, Blocks], summed: dict[str, Blocks], where: str
+) -> None:
+    row = tally.row(DEPTH, SETS, _EXPECTED[SETS])
+    for req_id, blocks in expected.items():
+        same = blocks == summed.get(req_id)
+        row.count("verified" if same else "differ", False)
+        if not same:
+            tally.example(f"{req_id}: {blocks}, summed {summed.get(req_id)}, {where}")
+
+
+def _note_loads(
+    tally: Tally,
+    chunks: list[Chunk],
+    before: list[bytes],
+    after: list[bytes],
+    verdicts: dict[str, LoadVerdict],
+    where: str,
+) -> None:
+    """A damaged chunk that is compared makes a mismatch of the load.
+
+    One that is not compared makes it unverified.
+    """
+    expected = dict.fromkeys(verdicts, "verified")
+    for i, chunk in enumerate(chunks):
+        if chunk.kind in NOT_COMPARED and expected[chunk.req_id] == "verified":
+            expected[chunk.req_id] = "unverified"
+        elif chunk.kind not in (*NOT_COMPARED, CANCELS) and before[i] != after[i]:
+            expected[chunk.req_id] = "mismatch"
+    row = tally.row(DEPTH, AS_A_WHOLE, _EXPECTED[AS_A_WHOLE])
+    for req_id, outcome in expected.items():
+        found = verdicts[req_id].outcome
+        row.count("verified" if found == outcome else f"{found}, not {outcome}", False)
+        if found != outcome:
+            tally.example(f"{req_id} as a whole: {found}, not {outcome} ({where})")
 
 
 def _note(

@@ -8,34 +8,36 @@ the transfer are faked.
 
 from __future__ import annotations
 
-import tempfile
+from collections import Counter
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import kv_checksum_hybrid as hybrid
 import kv_checksum_instances as rig
 import numpy as np
-import torch
 from kv_checksum_rig import loaded
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
     PAYLOAD_KINDS,
-    LayerCache,
     NotApplicable,
     damage_payload,
 )
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumPayload
 
-from .models import Generator, conv_layout
+from .instances import (
+    describe,
+    draw_instances,
+    evict_some,
+    first_token_kept,
+    prompt_kv_is_right,
+    target_of,
+)
+from .models import conv_layout
 from .sides import keep_verdicts
-from .strike import PADDING, TOKEN_KINDS, UNUSED, Chunk, Target, Worker, content, strike
+from .strike import PADDING, TOKEN_KINDS, UNUSED, Chunk, content, strike
 from .strike import STATE_KINDS as ALL_STATE_KINDS
-from .tally import CLEAN, Tally
+from .tally import CHECK, CLEAN, Tally
 
 DEPTH = "loads"
 
@@ -51,8 +53,15 @@ WINDOW_START = "limit: first block of a window, of which P sent a part"
 SAME_BEGINNING = "limit: payload of a request with the same whole blocks"
 UNALIGNED = "unverified: D's first block begins inside a block of P"
 
+SETS = CHECK + "what is summed is what is loaded"
+ONE_VERDICT = CHECK + "every load has one verdict"
+WHOLE_PROMPT = CHECK + "a verified load's whole prompt KV is right"
+EMPTY = CHECK + "tables empty afterwards"
+CHECKS = (SETS, ONE_VERDICT, WHOLE_PROMPT, EMPTY)
+
 _EXPECTED = {
     **dict.fromkeys((UNUSED, WRONG_BEFORE, LATE, WINDOW_START, CLEAN), ("verified",)),
+    **dict.fromkeys(CHECKS, ("verified",)),
     **dict.fromkeys(PAYLOAD_KINDS, ("unverified",)),
     UNALIGNED: ("unverified",),
     # Another request's payload may be of fewer tokens or of other positions.
@@ -65,48 +74,6 @@ _MODES = {
     "fail": dict(kv_checksum_fail_closed=True, policy="fail"),
     "recompute": dict(kv_checksum_fail_closed=True, policy="recompute"),
 }
-
-
-class Mla(rig.Instance):
-    """One latent vector per token, of which every TP rank has a copy of its own."""
-
-    def token_specs(self, window: int | None) -> list[Any]:
-        return [
-            MLAAttentionSpec(
-                block_size=self.block_size,
-                num_kv_heads=1,
-                head_size=2 * rig.HEAD_SIZE,
-                dtype=torch.bfloat16,
-            )
-        ]
-
-    def local_spec(self, spec: Any) -> Any:
-        return spec
-
-    def make_kv_config(self, groups: Any) -> Any:
-        self.copies: dict[tuple[int, int], torch.Tensor] = {}
-        return super().make_kv_config(groups)
-
-    def caches_of(self, stage: int, rank: int) -> dict[str, torch.Tensor]:
-        layers = [n for n in self.kv if n % rig.LAYERS * self.pp // rig.LAYERS == stage]
-        for n in layers:
-            if (n, rank) not in self.copies:
-                self.copies[n, rank] = self.kv[n].clone() if rank else self.kv[n]
-        return {rig.u.names(n)[0]: self.copies[n, rank] for n in layers}
-
-    def _copy(self, block_ids: list[int]) -> None:
-        for (n, rank), copy in self.copies.items():
-            if rank:
-                copy[block_ids] = self.kv[n][block_ids]
-
-    def write(self, request: Any, first: int, last: int) -> None:
-        super().write(request, first, last)
-        manager = self.scheduler.kv_cache_manager
-        ids = manager.get_block_ids(request.request_id)[0]
-        self._copy(ids[first // self.block_size :][: last - first + 1])
-
-    def copy_states(self, producer: Any, ours: Any, theirs: Any) -> None:
-        self._copy(list(ours[0]))
 
 
 @dataclass
@@ -132,25 +99,41 @@ class Pair:
         self.random = np.random.default_rng([seed, number])
         self.where = f"--depth loads --seed {seed} --batch {number}"
         self.mode = str(self.random.choice(list(_MODES)))
-        self.p, self.d = _draw_instances(self.random, self.mode)
+        self.p, self.d = draw_instances(self.random, _MODES[self.mode])
+        # KV that is wrong for good and not seen would spoil the look at later
+        # answers, which may rest on it: in other batches there is none.
+        self.spoils = self.mode != "recompute" and self.random.random() < 0.4
         self.tally = Tally()
         self.tally.draw(
             DEPTH,
-            groups=_describe(self.d),
+            groups=describe(self.d),
             carrier=self.d.transport.connector,
             on_failure=self.mode,
             TP=f"{self.p.tp}/{self.d.tp}",
             PP=f"{self.p.pp}/{self.d.pp}",
             block_size=f"{self.p.block_size}/{self.d.block_size}",
             async_scheduling=bool(self.d.steps_ahead),
+            blocks_of_D=self.d.num_blocks,
         )
         self.verdicts = keep_verdicts(self.d.scheduler.kv_checksum)
         self.plans: dict[str, _Plan] = {}
         self.payloads: list[bytes] = []
-        self.target = _target(self.d)
+        self.told: list[str] = []
+        # How often prompts share a prefix, and blocks of prefixes are given up.
+        lags = self.random.random() < 0.5 and len(self.d.layers) > 1
+        self.sharing = 0.9 if lags else 0.4
+        self.target = target_of(self.d)
         self.only_tokens = len(self.target.workers) == len(self.d.layers)
+        # With states, NIXL takes a token from a request of both flags, which is
+        # another one then; preempted, such a request waits forever.
+        self.both_flags = (
+            self.p.transport.connector == "NixlConnector"
+            and self.only_tokens
+            and self.d.num_blocks == 300
+        )
         self.p.alter = self.alter
         self.d.loaded = self.loaded
+        self.d.schedule = self.schedule
         self.prompts: list[list[int]] = []
         self.number = 0
         self.sending = ""
@@ -176,37 +159,71 @@ class Pair:
                 plan.kind = SAME_BEGINNING
         return damaged
 
+    def schedule(self) -> Any:
+        """A step of D: what it sums must be what its connector is told to load."""
+        output = self.d.scheduler.schedule()
+        config, metadata = self.d.kv_config, output.kv_connector_metadata
+        wrong = loaded.differences(output, config) + loaded.unsummed(output, config)
+        row = self.tally.row(DEPTH, SETS, _EXPECTED[SETS])
+        for req_id in loaded.loads_of(metadata, config).by_request:
+            self.told.append(req_id)
+            row.count("verified", False)
+        for line in wrong:
+            row.count("differ", False)
+            self.tally.example(f"summed is not loaded: {line} ({self.where})")
+        return output
+
     def loaded(self, req_id: str, block_ids: list[list[int]]) -> None:
         """A load arrived on D, and is not summed yet."""
         plan = self.plans[req_id]
         plan.block_ids = block_ids
         chunks = self._chunks(req_id, block_ids)
-        unaligned = any(c.kind == UNALIGNED for c in chunks)
-        if unaligned and plan.kind not in PAYLOAD_KINDS:
-            plan.kind = UNALIGNED
-        if plan.kind not in (*TOKEN_KINDS, *STATE_KINDS):
-            return
+        first = [c.start for c in chunks if not c.group][:1] or [1 << 30]
+        lag = any(c.group and not c.is_state and c.start < first[0] for c in chunks)
+        self.tally.draw(DEPTH, loads_in_which_a_group_lags=lag)
         before = [content(self.target, chunk) for chunk in chunks]
+        limits = [chunk.kind for chunk in chunks]
+        if plan.kind in (*TOKEN_KINDS, *STATE_KINDS):
+            self._damage(plan, chunks)
+        after = [content(self.target, chunk) for chunk in chunks]
+        if plan.kind in (*PAYLOAD_KINDS, SAME_BEGINNING):
+            return
+        hit = {
+            limit
+            for limit, old, new in zip(limits, before, after, strict=True)
+            if old != new
+        }
+        if plan.kind not in (WRONG_BEFORE, LATE):
+            plan.changed = bool(hit)
+        if CLEAN in hit:
+            return  # a mismatch, whatever else there is
+        if UNALIGNED in limits:
+            plan.kind = UNALIGNED
+        elif hit:
+            plan.kind = WINDOW_START
+
+    def _damage(self, plan: _Plan, chunks: list[Chunk]) -> None:
+        """Damage of the plan's kind to some chunk, or of another kind."""
+        limits = [chunk.kind for chunk in chunks]
         for _ in range(50):
             at = int(self.random.integers(len(chunks)))
             kinds = STATE_KINDS if chunks[at].is_state else TOKEN_KINDS
             if plan.kind not in kinds:
                 plan.kind = kinds[self.random.integers(len(kinds))]
-            partly_sent = chunks[at].kind == WINDOW_START
+            if limits[at] != CLEAN and not self.spoils:
+                continue
             try:
-                hit = strike(self.target, chunks, at, plan.kind, self.random)
-                if partly_sent and hit == 1:
-                    plan.kind = WINDOW_START
-                break
+                strike(self.target, chunks, at, plan.kind, self.random)
+                return
             except NotApplicable:
                 plan.kind = kinds[self.random.integers(len(kinds))]
-        else:
-            plan.kind = CLEAN
-        after = [content(self.target, chunk) for chunk in chunks]
-        plan.changed = before != after
+        plan.kind = CLEAN
 
     def _chunks(self, req_id: str, block_ids: list[list[int]]) -> list[Chunk]:
-        """The loaded blocks, as the connector chose them."""
+        """The loaded blocks, as the connector chose them.
+
+        Those that cannot be compared have the reason as their kind.
+        """
         end = self.d.scheduler.requests[req_id].num_computed_tokens
         size, p_size = self.d.block_size, self.p.block_size
         chunks = []
@@ -217,7 +234,7 @@ class Pair:
                 chunks += [Chunk(req_id, group, state, 0, 1, end)] if state else []
                 continue
             first = -(-end // size) - len(ids)
-            sent = self._first_token_sent(group, end)
+            sent = first_token_kept(self.p.specs[group], end) // p_size * p_size
             for at, block in enumerate(ids, first):
                 chunk = Chunk(req_id, group, [block], at, size, end)
                 if p_size > size and first * size % p_size:
@@ -227,17 +244,12 @@ class Pair:
                 chunks.append(chunk)
         return chunks
 
-    def _first_token_sent(self, group: int, end: int) -> int:
-        """The first token of the first block that P still holds of a window."""
-        window = getattr(self.p.specs[group], "sliding_window", None)
-        if window is None:
-            return 0
-        return max(0, end - window + 1) // self.p.block_size * self.p.block_size
-
     # ---- loads
 
     def wave(self, damaged: bool) -> None:
         """Some concurrent loads, all damaged or all clean."""
+        if self.random.random() < self.sharing:
+            evict_some(self.d, self.random)
         requests = []
         for _ in range(int(self.random.integers(1, 6))):
             self.number += 1
@@ -254,11 +266,11 @@ class Pair:
                 break
         for request in requests:
             self._note(request)
+            self._release(request)
 
     def _draw_kind(self) -> str:
         kinds = [*TOKEN_KINDS, *PAYLOAD_KINDS]
-        if self.mode != "recompute":
-            # KV that is wrong for good would spoil the look at recomputed answers.
+        if self.spoils:
             kinds += [WRONG_BEFORE, LATE]
         if not self.only_tokens:
             kinds += STATE_KINDS
@@ -274,15 +286,29 @@ class Pair:
             group = self.target.workers[-1][-1]
             group.covered[0][plan.block_ids[-1][-1]] ^= 1
             plan.changed = True
+        if request.num_output_tokens != 1:
+            return
         recomputed = self.mode == "recompute" and verdict.outcome != "verified"
-        if recomputed and request.num_output_tokens == 1 and self.only_tokens:
-            plan.answer_is_right = self.d.answer_kv_is_right(request)
+        if recomputed and self.only_tokens:
+            plan.answer_is_right = prompt_kv_is_right(self.d, request) is not False
+        elif verdict.outcome == "verified" and not self.spoils:
+            self._check_prompt(request)
+
+    def _check_prompt(self, request: Any) -> None:
+        """What a verified load's answer rests on, found locally or loaded."""
+        right = prompt_kv_is_right(self.d, request)
+        if right is None:
+            return
+        row = self.tally.row(DEPTH, WHOLE_PROMPT, _EXPECTED[WHOLE_PROMPT])
+        row.count("verified" if right else "wrong", False)
+        if not right:
+            self.tally.example(f"{request.request_id} on bad KV ({self.where})")
 
     def _start(self, req_id: str) -> Any:
         prompt = rig.tokens(
             int(self.random.integers(1, 200)), int(self.random.integers(2**32))
         )
-        if self.prompts and self.random.random() < 0.4:
+        if self.prompts and self.random.random() < self.sharing:
             earlier = self.prompts[self.random.integers(len(self.prompts))]
             prompt = earlier[: self.random.integers(1, 1 + len(earlier))] + prompt
         self.prompts.append(prompt[:300])
@@ -290,6 +316,8 @@ class Pair:
         if self.plans[req_id].kind == WRONG_BEFORE:
             self._spoil_next_write(self.plans[req_id])
         params = rig.prefill(self.p, f"p-{req_id}", prompt[:300])
+        if self.both_flags and self.random.random() < 0.2:
+            params |= {"do_remote_decode": True}  # as routers do that merge them
         return self.d.add(req_id, prompt[:300], params, max_tokens=2)
 
     def _spoil_next_write(self, plan: _Plan) -> None:
@@ -333,17 +361,31 @@ class Pair:
         expected = FinishReason.ERROR if fails else FinishReason.LENGTH
         return self.d.results[req_id][-1].finish_reason == expected
 
-    def check_left_overs(self) -> None:
-        """Nothing of any request is left in any table."""
+    def _release(self, request: Any) -> None:
+        """What D would send on, which nobody asks for."""
+        if request.is_finished() and request.request_id in self.d.scheduler.requests:
+            self.d.transport.sent.add(request.request_id)
+
+    def check_end(self) -> None:
+        """Nothing of any request is left in any table; every load had a verdict."""
         for _ in range(5):
             self.p.step()
             self.d.step(self.p)
+        row = self.tally.row(DEPTH, EMPTY, _EXPECTED[EMPTY])
         for name, side in (("P", self.p), ("D", self.d)):
             left = {k: v for k, v in side.tables().items() if v}
-            row = self.tally.row(DEPTH, "tables empty afterwards", ("verified",))
             row.count("left over" if left else "verified", False)
             if left:
                 self.tally.example(f"{name} keeps {left} ({self.where})")
+        row = self.tally.row(DEPTH, ONE_VERDICT, _EXPECTED[ONE_VERDICT])
+        for req_id in self.told:
+            row.count("verified" if self.verdicts.fell[req_id] == 1 else "not", False)
+        stats = Counter(self.d.stats) + self.d.scheduler.kv_checksum._stats
+        judged = sum(n for key, n in stats.items() if key.startswith("loads:"))
+        started, fell = stats["loads_started"], self.verdicts.fell
+        if {started, judged} != {len(self.told)} or fell.keys() - self.told:
+            row.count("not", False)
+            self.tally.example(f"{len(self.told)} loads, {dict(stats)} ({self.where})")
 
 
 def _same_beginning(
@@ -371,75 +413,5 @@ def run_batch(seed: int, number: int) -> Tally:
         pair = Pair(seed, number)
         for wave in range(WAVES):
             pair.wave(damaged=wave % 2 > 0)
-        pair.check_left_overs()
+        pair.check_end()
     return pair.tally
-
-
-# ---- instances
-
-
-@cache
-def _model() -> str:
-    return rig.write_model(Path(tempfile.mkdtemp(prefix="kv-checksum-campaign-")))
-
-
-def _draw_instances(random: Generator, mode: str) -> tuple[Any, Any]:
-    family = str(random.choice(["GQA", "window", "MLA", "states", "states alone"]))
-    transport = str(random.choice(["pull", "push", "mooncake"]))
-    sizes = [(16, 16), (16, 32), (32, 16)][random.integers(3)]
-    both: dict[str, Any] = dict(transport=transport, num_blocks=300)
-    make: Any = rig.Instance
-    if family == "window":
-        both["window"] = int(random.integers(20, 200))
-    elif family == "MLA":
-        make = Mla
-    elif family != "GQA":
-        make, sizes = hybrid.Hybrid, (16, 16)
-        both |= dict(
-            mode=str(random.choice(["none", "align"])),
-            scratch=int(random.integers(0, 3)),
-            family=str(random.choice(list(hybrid.FAMILIES))),
-            tokens=family == "states",
-        )
-
-    def draw(role: str, block_size: int, **settings: Any) -> Any:
-        return make(
-            _model(),
-            role,
-            tp=int(2 ** random.integers(3)),
-            pp=int(random.integers(1, 3)),
-            block_size=block_size,
-            **both,
-            **settings,
-        )
-
-    ahead = bool(random.random() < 0.3)
-    return (
-        draw("kv_producer", sizes[0]),
-        draw("kv_consumer", sizes[1], async_scheduling=ahead, **_MODES[mode]),
-    )
-
-
-def _describe(instance: Any) -> str:
-    """The KV cache groups of an instance."""
-    groups = [type(spec).__name__ for spec in instance.specs]
-    if isinstance(instance, hybrid.Hybrid):
-        groups = groups if instance.tokens else []
-        groups.append(f"MambaSpec ({instance.family_name}, {instance.mode})")
-    return " + ".join(groups)
-
-
-def _target(d: Any) -> Target:
-    """D's caches, per KV cache group and worker."""
-    groups = d.kv_config.kv_cache_groups
-    target = Target([[] for _ in groups], [[] for _ in groups])
-    for stage in range(d.pp):
-        for rank in range(d.tp):
-            caches = d.caches_of(stage, rank)
-            for group, workers in zip(groups, target.workers, strict=True):
-                own = [caches[n] for n in group.layer_names if n in caches]
-                layers = [LayerCache(c, d.num_blocks) for c in own]
-                workers.append(Worker(layers, [x.blocks.numpy() for x in layers], rank))
-    # Block ids of a load long gone: what stale bytes come from.
-    target.others = [[d.num_blocks - 1, d.num_blocks - 2] for _ in groups]
-    return target

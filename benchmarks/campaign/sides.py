@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
 from .models import Attention, Generator, Group, Split
 from .strike import Target, Worker
 
+Blocks = dict[int, tuple[int, list[int]]]
+"""Per KV cache group, the position of the first block and the blocks' ids."""
+
 
 @dataclass
 class Load:
@@ -33,7 +37,6 @@ class Load:
         num_tokens: of the prompt, on P.
         first_token, end: D loads tokens ``[first_token, end)``.
         seed: what its content is drawn from.
-        state_groups: KV cache groups of which one state is loaded.
     """
 
     req_id: str
@@ -41,7 +44,6 @@ class Load:
     first_token: int
     end: int
     seed: int
-    state_groups: frozenset[int] = frozenset()
 
 
 class _Connector:
@@ -185,13 +187,26 @@ class Side:
             invalid_block_ids=None,
         )
 
-    def send(
-        self, loads: list[Load]
-    ) -> tuple[dict[str, Any], dict[str, tuple[KVChecksumBlocks, int]]]:
-        """As producer, by request id.
+    def transferred(self, load: Load, first_token: int, end: int) -> Blocks:
+        """What connectors transfer of tokens ``[first_token, end)``, per group.
 
-        Returns what its answer carries; and what was summed, with the block size.
+        Of a window what they clip it to, of states the running one.
         """
+        size, found = self.split.block_size, {}
+        for at, (group, row) in enumerate(
+            zip(self.groups, self.rows[load.req_id], strict=True)
+        ):
+            if not isinstance(group, Attention):
+                found[at] = (0, row)
+                continue
+            first, last = first_token // size, -(-end // size)
+            if group.family == "sliding window":
+                first = max(first, last - (-(-group.window // size) + 1))
+            found[at] = (first, row[first:last])
+        return found
+
+    def send(self, loads: list[Load]) -> tuple[dict[str, Any], dict[str, Blocks]]:
+        """As producer, by request id: what its answer carries, and what was summed."""
         requests = [
             SimpleNamespace(
                 request_id=load.req_id,
@@ -203,10 +218,7 @@ class Side:
         ]
         for request in requests:
             self.checksums.add_send(request)
-        summed = {
-            r: (pending.blocks, self.split.block_size)
-            for r, pending in self.checksums._sends.items()
-        }
+        summed = {r: _plain(p.blocks) for r, p in self.checksums._sends.items()}
         self.checksums.collect(self._sum(None))
         return {
             r.request_id: self.checksums.request_finished(r, {}) for r in requests
@@ -214,12 +226,12 @@ class Side:
 
     def load(
         self, loads: list[Load], params: dict[str, Any]
-    ) -> tuple[dict[str, LoadVerdict], dict[str, KVChecksumBlocks]]:
+    ) -> tuple[dict[str, LoadVerdict], dict[str, Blocks]]:
         """As consumer, by request id: the verdict, and what was summed."""
         requests = {
             load.req_id: SimpleNamespace(
                 request_id=load.req_id,
-                kv_transfer_params=params[load.req_id],
+                kv_transfer_params=dict(params[load.req_id]),
                 status=RequestStatus.WAITING_FOR_REMOTE_KVS,
                 _block_hasher=None,
             )
@@ -228,7 +240,7 @@ class Side:
         for load in loads:
             self.blocks[load.req_id] = self._kv_cache_blocks(load)
             self.checksums.add_recv(requests[load.req_id], load.first_token, load.end)
-        summed = {r: load.blocks for r, load in self.checksums._recvs.items()}
+        summed = {r: _plain(x.blocks) for r, x in self.checksums._recvs.items()}
         output = self._sum(set(requests))
         self.checksums.collect(output)
         self.verdicts.clear()
@@ -236,14 +248,28 @@ class Side:
         return dict(self.verdicts), summed
 
 
-def keep_verdicts(checksums: KVChecksumScheduler) -> dict[str, LoadVerdict]:
-    """What fills with every verdict from now on, by request id."""
-    verdicts: dict[str, LoadVerdict] = {}
+def _plain(blocks: KVChecksumBlocks) -> Blocks:
+    return {
+        g: (start, [int(i) for i in ids]) for g, (start, ids) in blocks.groups.items()
+    }
+
+
+class Verdicts(dict[str, LoadVerdict]):
+    """The last verdict by request id, and how many fell."""
+
+    def __init__(self) -> None:
+        self.fell: Counter[str] = Counter()
+
+
+def keep_verdicts(checksums: KVChecksumScheduler) -> Verdicts:
+    """What fills with every verdict from now on."""
+    verdicts = Verdicts()
     judge = checksums._judge
 
     def keep(request: Any, load: Any) -> LoadVerdict:
         verdict = judge(request, load)
         verdicts[request.request_id] = verdict
+        verdicts.fell[request.request_id] += 1
         return verdict
 
     checksums._judge = keep  # type: ignore[method-assign]

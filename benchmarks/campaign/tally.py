@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 CLEAN = "none"
 """The kind of what was not damaged."""
 
+CHECK = "check: "
+"""With what a row begins that counts checks: *verified* if one held."""
+
 VERDICTS = ("mismatch", "unverified", "verified")
 
 MAX_EXAMPLES = 20
@@ -93,9 +96,14 @@ class Tally:
             self.drawn.setdefault(name, Counter()).update(values)
 
     def total(self, depth: str, of: str) -> int:
-        """Sum of a `Row` number over a depth: damaged, intact, or a property."""
+        """Sum of a `Row` number over a depth: damaged, intact, or a property.
+
+        Without the checks.
+        """
         numbers = (
-            getattr(row, of) for (where, _), row in self.rows.items() if where == depth
+            getattr(row, of)
+            for (where, kind), row in self.rows.items()
+            if where == depth and not kind.startswith(CHECK)
         )
         return sum(n.total() if isinstance(n, Counter) else n for n in numbers)
 
@@ -126,6 +134,15 @@ class Tally:
             if name.startswith(depth)
         ]
 
+    def check_lines(self, depth: str) -> list[str]:
+        """A Markdown table of the checks of one depth."""
+        lines = [_line(["check", "held", "failed"]), _line(["---"] * 3)]
+        for (where, kind), row in sorted(self.rows.items()):
+            if where == depth and kind.startswith(CHECK):
+                cells = [row.intact["verified"], row.false_alarms]
+                lines.append(_line([kind.removeprefix(CHECK), *cells]))
+        return lines
+
     def lines(self, depth: str, others: tuple[str, ...] = ()) -> list[str]:
         """A Markdown table of one depth; `others` are columns of `missed_by`."""
         head = ["damage", "expected", "damaged", *VERDICTS, "without effect"]
@@ -133,7 +150,7 @@ class Tally:
         lines = [_line(head), _line(["---"] * len(head))]
         totals: Counter[int] = Counter()
         for (where, kind), row in sorted(self.rows.items()):
-            if where == depth:
+            if where == depth and not kind.startswith(CHECK):
                 cells = _cells(row, others)
                 totals.update(dict(enumerate(cells)))
                 lines.append(_line([kind, " or ".join(row.expected), *cells]))

@@ -313,7 +313,7 @@ class Instance:
         """Schedule a step; what it sums must be what its connector is told to load."""
         output = self.scheduler.schedule()
         if self.scheduler.kv_checksum is not None:
-            assert not loaded.differences(output, self.kv_config)
+            assert not (d := loaded.differences(output, self.kv_config)), d
             self.unsummed += loaded.unsummed(output, self.kv_config)
             self.loads_compared += len(
                 loaded.loads_of(output.kv_connector_metadata, self.kv_config).by_request
@@ -331,7 +331,8 @@ class Instance:
         under_way = len(kv_checksum._recvs)
         assert stats.get("loads_started", 0) == judged + ended + under_way, stats
         unchecked = ("no_carrier", "sync_load", "from_decode")
-        assert len(self.unsummed) <= sum(stats[f"unverified:{r}"] for r in unchecked)
+        not_checked = sum(stats[f"unverified:{r}"] for r in unchecked)
+        assert len(self.unsummed) <= not_checked + ended + under_way
 
     def runner_output(self, output, kv_output):
         ids = list(output.num_scheduled_tokens)

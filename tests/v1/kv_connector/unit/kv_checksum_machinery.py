@@ -8,6 +8,7 @@ to, requests, faults. It raises AssertionError unless
   request's checksums, are never verified; intact KV never mismatches; and where
   nothing was lost on the way, a load is verified or a mismatch, not unverified;
 - every load that arrived is judged once, and its request ends as its verdict says;
+- what is summed is what is loaded; the counters of loads say how each ended;
 - every request ends within `MAX_STEPS` steps;
 - in the end nothing is left: tables, blocks, tensors that a worker refers to.
 
@@ -27,8 +28,10 @@ from pathlib import Path
 import kv_checksum_instances as rig
 from kv_checksum_misreports import KINDS, Faults
 from kv_checksum_unruly_runs import PairRun, StoreRun
+from kv_checksum_unruly_stores import InStepStore, UncheckedStore, UnrulyStore
 
-CARRIERS = ("pull", "push", "mooncake", "store")
+STORES = {"store": UnrulyStore, "no checksums": UncheckedStore, "in step": InStepStore}
+CARRIERS = ("pull", "push", "mooncake", *STORES)
 
 
 def run(model: str, carrier: str, kind: str, seed: int, counts: Counter) -> Counter:
@@ -40,8 +43,8 @@ def run(model: str, carrier: str, kind: str, seed: int, counts: Counter) -> Coun
     )
     outcomes: Counter = Counter()
     try:
-        if carrier == "store":
-            StoreRun(model, faults, outcomes).go()
+        if carrier in STORES:
+            StoreRun(model, faults, outcomes, STORES[carrier]).go()
         else:
             PairRun(model, carrier, faults, outcomes).go()
     except Exception as error:

@@ -66,7 +66,10 @@ class Load:
         unheard: a worker's sums of it never came, or are of something else.
         failed: on which ranks its connector reports a failure, or that it names
             blocks that were not loaded.
+        unchecked: its connector brings no checksums, or it is used in the step that
+            loads it.
         verdict: what the scheduler judged.
+        end: "judged", "failed" or "aborted", once it has ended.
     """
 
     damaged: bool = False
@@ -78,10 +81,14 @@ class Load:
     failed: set[int] = field(default_factory=set)
     invalid_blocks: bool = False
     arrived: bool = False
+    unchecked: bool = False
     verdict: str | None = None
+    end: str | None = None
 
     def allowed(self) -> set[str]:
         """The verdicts that are right."""
+        if self.unchecked:
+            return {"unverified"}
         if self.payload == "own":
             allowed = {"mismatch" if self.damaged else "verified"}
             may_be_unverified = bool(self.excuses)

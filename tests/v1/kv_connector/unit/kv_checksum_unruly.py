@@ -8,9 +8,9 @@ sums of a step that was rolled back differ from those of its repetition.
 
 import pickle
 import time
+from collections import Counter
 
 import kv_checksum_instances as rig
-import kv_checksum_store as store
 import torch
 from kv_checksum_misreports import Faults, Load, Misreports
 from kv_checksum_transports import copy_tokens
@@ -32,6 +32,7 @@ class Unruly:
         super().__init__(*args, **settings)
         self.faults, self.rng = faults, faults.rng
         self.loads_now: dict[str, Load] = {}
+        self.all_loads: list[Load] = []
         # Gives the load that a request starts; told what is lost of a send.
         self.new_load = lambda req_id: Load()
         self.excuse_send = lambda req_id, why: None
@@ -60,14 +61,52 @@ class Unruly:
 
     def _note_load(self, request, *args) -> None:
         self._add_recv(request, *args)
-        self.loads_now[request.request_id] = self.new_load(request.request_id)
+        req_id = request.request_id
+        before = self.loads_now.get(req_id)
+        if before is not None and before.end is None:
+            before.end = "aborted"  # scheduled again before its step's output
+        load = self.loads_now[req_id] = self.new_load(req_id)
+        load.unchecked = self.unchecked
+        self.all_loads.append(load)
+
+    unchecked = False
+
+    def _note_failures(self, told: KVConnectorOutput) -> None:
+        """Loads that the scheduler is about to be told of as failed."""
+        rows = self.scheduler.kv_cache_manager.get_block_ids
+        for req_id, load in self.loads_now.items():
+            if load.end is None and (
+                req_id in (told.failed_recving or ())
+                or (told.invalid_block_ids and {*rows(req_id)[0]} & self.invalid)
+            ):
+                load.end = "failed"
+
+    def check_counters(self) -> None:
+        """Every load has one end, and the counters say which."""
+        self.assert_every_load_has_one_verdict()
+        kv_checksum = self.scheduler.kv_checksum
+        stats = Counter(self.stats) + kv_checksum._stats
+        ends = Counter(load.end for load in self.all_loads)
+        judged = sum(n for key, n in stats.items() if key.startswith("loads:"))
+        declined = 0
+        if self.loads_in_step and kv_checksum.fail_closed:
+            assert not self.all_loads, "loaded in the step that uses it"
+            declined = stats["unverified:sync_load"]
+        assert stats["loads_started"] == self.loads_compared + declined, (stats, ends)
+        assert self.loads_compared == len(self.all_loads), (stats, ends)
+        assert judged == ends["judged"] + declined, (stats, ends)
+        assert stats["loads_failed"] == ends["failed"], (stats, ends)
+        assert stats["loads_aborted"] == ends["aborted"], (stats, ends)
+        assert len(kv_checksum._recvs) == ends[None], (stats, ends)
+
+    loads_in_step = False
 
     def _note_verdict(self, request, pending):
         verdict = self._judge(request, pending)
         load = self.loads_now[request.request_id]
         assert load.verdict is None, f"{request.request_id} is judged twice"
         assert load.arrived and not load.failed, f"{request.request_id}: {load}"
-        load.verdict = verdict.outcome
+        load.verdict, load.end = verdict.outcome, "judged"
         self.judged(load)
         return verdict
 
@@ -142,12 +181,13 @@ class Unruly:
     def step(self, producer=None):
         self.preempt_one()
         self.replace_a_worker()
-        output = self.scheduler.schedule()
+        output = self.schedule()
         self.steps.append((output, self._forwards(output)))
         if len(self.steps) <= self.steps_ahead:
             return None
         output, forwards = self.steps.popleft()
         self.number += 1
+        self.load_in_step(output)
         for forward in forwards:
             self._forward(*forward)
         reports = self.move(producer, output)
@@ -156,10 +196,14 @@ class Unruly:
         per_worker = [self.runner_output(output, report) for report in reports]
         result = self.aggregator.aggregate(per_worker)
         self.before_update()
+        self._note_failures(result.kv_connector_output)
         outputs = self.finish_step(output, result)
         finished = result.kv_connector_output.finished_recving or set()
         assert not finished & self.scheduler.kv_checksum._recvs.keys(), "kept"
         return outputs
+
+    def load_in_step(self, output) -> None:
+        """Loads that the step needs which brings them."""
 
     def in_flight(self) -> set[str]:
         """Requests of steps whose output has not arrived."""
@@ -373,53 +417,3 @@ class UnrulyInstance(Unruly, rig.Instance):
                 del results.kv_checksums[req_id]
             else:
                 self.faults.counts["payload: twice"] += 1
-
-
-class UnrulyStore(Unruly, store.StoringInstance):
-    """An instance that loads what it stored."""
-
-    def __init__(self, *args, **settings):
-        super().__init__(*args, **settings)
-        self.loading: dict = {}
-
-    def make_worker(self, kv_config, stage, rank):
-        worker = super().make_worker(kv_config, stage, rank)
-        entries = worker.init_block_checksums([0])
-        if getattr(self, "entries", None):
-            self.entries[stage * self.tp + rank] = entries
-        return worker
-
-    def move(self, producer, output):
-        meta, self.invalid = output.kv_connector_metadata, set()
-        for run in meta.saves:
-            self.save_blocks(run)
-        self.loading |= meta.loads
-        for req_id, run in list(self.loading.items()):
-            if self.rng.random() < 0.4:
-                continue
-            del self.loading[req_id]
-            self._load(req_id, run)
-            self.arrive(req_id, run.block_ids)
-        return [
-            self.report(rank, output, KVConnectorTransferResults())
-            for rank in range(len(self.workers))
-        ]
-
-    def _load(self, req_id, run) -> None:
-        load = self.loads_now[req_id]
-        for block_id, block_hash in zip(run.block_ids, run.block_hashes, strict=True):
-            if block_hash not in store.STORE:
-                load.failed = {0}  # dropped since the load was planned
-                return
-            self.load_block(block_id, store.STORE[block_hash])
-        self.damage_blocks(load, run.block_ids)
-        if self.faults.draw("payload", 0.3):
-            at = self.rng.randrange(len(run.block_ids))
-            block_hash, value = self.rng.choice(list(store.STORE.items()))
-            if block_hash != run.block_hashes[at]:
-                self.load_block(run.block_ids[at], value)
-                load.payload = "other"
-                self.faults.counts["payload: another prefix's value"] += 1
-
-    def tables(self):
-        return super().tables() | {"loads": len(self.loading)}

@@ -10,7 +10,8 @@ import kv_checksum_instances as rig
 import kv_checksum_store as store
 import torch
 from kv_checksum_misreports import Faults, Load
-from kv_checksum_unruly import UnrulyInstance, UnrulyStore
+from kv_checksum_unruly import UnrulyInstance
+from kv_checksum_unruly_stores import UnrulyStore
 from vllm.v1.request import RequestStatus
 
 MAX_STEPS = 150
@@ -57,6 +58,8 @@ class Run:
         self.outcomes = outcomes
         self.tick, self.admitted = 0, 0
         self.live: list[Transfer] = []
+        # All instances, those that were replaced, too.
+        self.started: list = []
         self.free_ids: list[tuple[str, str]] = []
         self.families = [rig.tokens(220, self.rng.randrange(10**6)) for _ in range(3)]
         self.mode = self.rng.choice(MODES)
@@ -86,6 +89,8 @@ class Run:
             self.step()
         for instance, before in self.instances():
             assert self.left(instance) == before, (self.left(instance), before)
+        for instance in self.started:
+            instance.check_counters()
 
     def prompt(self) -> list[int]:
         """Prompts of one family share a prefix; many end near a block's end."""
@@ -110,7 +115,9 @@ class Run:
         """Check a verdict when it falls."""
         assert load.verdict in load.allowed(), load
         truth = "damaged" if load.damaged else "intact"
-        if load.payload != "own":
+        if load.unchecked:
+            truth += ", not checked"
+        elif load.payload != "own":
             truth += f", {load.payload} checksums"
         elif load.excuses:
             truth += ", sums or payload lost"
@@ -147,6 +154,9 @@ class Run:
         else:
             stage = "waiting" if request.num_computed_tokens == 0 else "between steps"
         self.faults.counts[f"abort: {where}, {stage}"] += 1
+        load = instance.loads_now.get(request.request_id)
+        if load is not None and load.end is None:
+            load.end = "aborted"
         scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
         assert request.request_id not in instance.awaited(), "kept"
 
@@ -212,6 +222,7 @@ class PairRun(Run):
         self.p.alter_payload = self.alter_payload
         self.p.before_update = self.abort_on_p
         self.p_before = self.left(self.p)
+        self.started.append(self.p)
 
     def start_d(self) -> None:
         self.d = UnrulyInstance(
@@ -226,6 +237,7 @@ class PairRun(Run):
         self.d.judged = self.judged
         self.d.before_update = self.abort_on_d
         self.d_before = self.left(self.d)
+        self.started.append(self.d)
 
     def instances(self):
         return [(self.p, self.p_before), (self.d, self.d_before)]
@@ -398,12 +410,17 @@ class PairRun(Run):
 
 
 class StoreRun(Run):
-    """Two instances that share a store."""
+    """Two instances that share a store.
+
+    Args:
+        kind: the class of the instances.
+    """
 
     shares = (1, 2, 2)
 
-    def __init__(self, model, faults, outcomes):
+    def __init__(self, model, faults, outcomes, kind=UnrulyStore):
         super().__init__(model, faults, outcomes)
+        self.kind = kind
         store.STORE.clear()
         # Few blocks: what was stored is soon no longer in a cache here.
         self.shared = self.settings(P_SPLITS) | self.mode | dict(num_blocks=40)
@@ -411,7 +428,8 @@ class StoreRun(Run):
         self.before = [self.left(instance) for instance in self.both]
 
     def start(self) -> UnrulyStore:
-        instance = UnrulyStore(self.model, **self.shared)
+        instance = self.kind(self.model, **self.shared)
+        self.started.append(instance)
         instance.judged = self.judged
         instance.before_update = lambda: self.abort_one(instance)
         instance.new_load = lambda req_id: self.new_load(instance, req_id)

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault campaign: a part of it runs here, and it can fail."""
 
+import json
 import sys
 
 import fault_campaign
 import numpy as np
 import pytest
 from campaign import blocks, loads
-from campaign.tally import CLEAN, Tally
+from campaign.tally import CHECK, CLEAN, Tally
 
-from vllm.distributed.kv_transfer.kv_checksum import cpu_path
+from vllm.distributed.kv_transfer.kv_checksum import cpu_path, scheduler
+
+CHECKS = {
+    "blocks": (blocks.AS_A_WHOLE, blocks.SETS),
+    "loads": (loads.SETS, loads.ONE_VERDICT, loads.WHOLE_PROMPT, loads.EMPTY),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +49,12 @@ def test_every_outcome_is_the_expected_one(depth, damaged, clean):
     print("\n".join(tally.lines(depth)))
     assert tally.unexpected == 0, tally.examples
     kinds = {kind for where, kind in tally.rows if where == depth}
-    assert len(kinds) > 40
+    checks = {kind for kind in kinds if kind.startswith(CHECK)}
+    assert len(kinds - checks) > 40
+    assert checks == set(CHECKS[depth])
+    assert all(tally.rows[depth, kind].intact["verified"] for kind in checks)
+    if depth == "loads" and damaged >= 2_000:
+        assert tally.drawn["loads: loads in which a group lags"]["True"] > 50
 
 
 def test_a_batch_is_the_same_whatever_ran_before():
@@ -92,6 +103,39 @@ def test_a_checksum_of_what_does_not_count_does_not_pass(monkeypatch):
     assert tally.total("loads", "false_alarms") > 0
 
 
+@pytest.mark.parametrize("depth", ["blocks", "loads"])
+def test_a_block_that_is_not_summed_does_not_pass(monkeypatch, depth):
+    """One block less of the last group, wherever the load still has others."""
+    found = scheduler.loaded_blocks
+
+    def fewer(*args):
+        transferred = found(*args)
+        groups = transferred.blocks.groups
+        group_id, (start, ids) = max(groups.items(), default=(0, (0, [])))
+        if len(ids) > 1:
+            groups[group_id] = start + 1, ids[1:]
+        return transferred
+
+    monkeypatch.setattr(scheduler, "loaded_blocks", fewer)
+    tally = Tally()
+    for number in range(3):
+        tally.add(fault_campaign.run_batch(depth, 1, number))
+    sets = {"blocks": blocks.SETS, "loads": loads.SETS}[depth]
+    assert tally.rows[depth, sets].false_alarms > 0
+
+
+def test_a_verdict_that_is_missing_does_not_pass(monkeypatch):
+    end = scheduler.KVChecksumScheduler._end
+
+    def forgets(self, req_id, requests, bad):
+        if req_id != "r3":
+            end(self, req_id, requests, bad)
+
+    monkeypatch.setattr(scheduler.KVChecksumScheduler, "_end", forgets)
+    tally = loads.run_batch(1, 0)
+    assert tally.rows["loads", loads.ONE_VERDICT].false_alarms > 0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -108,15 +152,18 @@ def test_bad_options_are_named(monkeypatch, capsys, options, said):
     assert said in capsys.readouterr().err
 
 
-def test_what_ran_before_it_was_stopped_is_printed(monkeypatch, capsys):
+def test_what_ran_before_it_was_stopped_is_printed(monkeypatch, capsys, tmp_path):
     def stopped(depth, seed, goal, tally, *rest):
         tally.add(fault_campaign.run_batch(depth, seed, 0))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fault_campaign, "run", stopped)
     monkeypatch.setattr(fault_campaign.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["fault_campaign.py", "--jobs", "1", "--json"])
+    file = tmp_path / "campaign.json"
+    options = ["--jobs", "1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["fault_campaign.py", *options])
     assert fault_campaign.main() == 130
     out, err = capsys.readouterr()
-    assert "| one bit | mismatch |" in out and '"stopped": true' in out
+    assert "| one bit | mismatch |" in out
+    assert json.loads(file.read_text())["stopped"]
     assert "stopped" in err
