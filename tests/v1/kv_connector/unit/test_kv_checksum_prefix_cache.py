@@ -166,3 +166,25 @@ def test_without_a_prefix_cache_there_is_nothing_to_keep_away(model):
     request = d.add("r", rig.tokens(70), None)
     disown(request, 0, 16)
     assert request.block_hashes == []
+
+
+@pytest.mark.parametrize("mode", ["open", "fail", "recompute"])
+def test_a_part_of_a_block_that_never_came_is_not_found(model, transport, mode):
+    """P's window began inside a block of D, whose first tokens P had given up.
+
+    The load needs them no more and is verified; a shorter prompt does need them.
+    """
+    settings = dict(open={}, fail=dict(kv_checksum_fail_closed=True, policy="fail"))
+    settings["recompute"] = dict(kv_checksum_fail_closed=True, policy="recompute")
+    d_settings = dict(block_size=32, **settings[mode])
+    p, d = rig.pair(model, None, d_settings, transport=transport, window=80)
+    rig.load(p, d, 0, "longer", prompt=PROMPT[:100])
+    assert d.stats["left_out:partial_blocks"] == 1
+    shorter = PROMPT[:90]
+    params = rig.prefill(p, "p-shorter", shorter)
+    request = d.add("shorter", shorter, params, max_tokens=9)
+    while not request.num_output_tokens:
+        p.step()
+        d.step(p)
+    assert d.answer_kv_is_right(request)
+    assert d.loads("verified") == d.stats["loads_started"] == 2

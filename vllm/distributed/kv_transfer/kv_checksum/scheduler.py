@@ -319,6 +319,7 @@ class KVChecksumScheduler:
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load.carrier)
         if verdict.outcome == "verified":
+            self._keep_apart(request, load, verdict)
             return
         kept = self._kept_tokens(load, verdict)
         self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
@@ -332,9 +333,27 @@ class KVChecksumScheduler:
             if not self.recompute:
                 self._errors[req_id] = client_error(verdict)
         elif verdict.mismatched:
-            first = verdict.first_bad_token(partial(self._first_token, load))
-            assert first is not None
-            disown(request, first, self._hash_block_size)
+            self._keep_apart(request, load, verdict)
+
+    def _keep_apart(
+        self, request: Any, load: PendingLoad, verdict: LoadVerdict
+    ) -> None:
+        """See to it that no other request finds what of a load is not right.
+
+        Blocks that differ, and the first of a window of which a part came: this
+        request needs no more of it, but one with a shorter prompt does.
+        """
+        first = [
+            self._first_token(load, group_id, load.blocks.groups[group_id][0])
+            for group_id, reason in verdict.left_out.items()
+            if reason is LeftOut.PARTIAL_BLOCKS
+        ]
+        if (
+            bad := verdict.first_bad_token(partial(self._first_token, load))
+        ) is not None:
+            first.append(bad)
+        if first:
+            disown(request, min(first), self._hash_block_size)
 
     def _first_token(self, load: PendingLoad, group_id: int, position: int) -> int:
         """The first token of a block; a state is that of the last one."""
