@@ -19,8 +19,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rig.model import tiny_qwen3  # noqa: E402
-from rig.routing import prefill_decode  # noqa: E402
-from rig.servers import Server, serving  # noqa: E402
+from rig.servers import Server, retire, serving  # noqa: E402
 
 from e2e import pairs  # noqa: E402
 
@@ -67,19 +66,22 @@ class Demo:
         case: str,
         policy: str,
         servers: tuple[Server, Server],
-        prompts: list[list[int]],
+        prompts: list[tuple[int, int]],
         request_id: str,
         holds: Callable[[dict[str, int], bool, int], bool],
     ) -> None:
-        """Send prompts through P and D, compare with a single instance's answers."""
+        """Send prompts (length, seed) through P and D, compare with P's own answers."""
         p, d = servers
-        expected = pairs.reference_texts(p, prompts, MAX_TOKENS)
-        before = pairs.loads(d)
-        answers: list[httpx.Response] = [
-            prefill_decode(p, d, x, MAX_TOKENS, request_id=f"{request_id}-{i}")
-            for i, x in enumerate(prompts)
-        ]
-        counts = {k: v - before[k] for k, v in pairs.loads(d).items()}
+        counts = dict.fromkeys(pairs.VERDICTS, 0)
+        answers: list[httpx.Response] = []
+        expected: list[str] = []
+        for i, (length, seed) in enumerate(prompts):
+            asked, text = pairs.ask_anew(
+                p, d, pairs.prompts_of(length, seed), MAX_TOKENS, f"{request_id}-{i}"
+            )
+            answers.append(asked.answer)
+            expected.append(text)
+            counts |= {k: counts[k] + n for k, n in asked.counted.items()}
         status = max(a.status_code for a in answers)
         right = status == 200 and [pairs.text_of(a) for a in answers] == expected
         verdicts = ", ".join(f"{v} {k}" for k, v in counts.items() if v)
@@ -101,7 +103,7 @@ def clean_and_damaged(
     demo: Demo, p: Server, consumers: dict[str, Server], connector: str
 ) -> None:
     """Loads as they are, loads with one bit flipped, loads without their checksums."""
-    clean = [pairs.prompt_of(n, 21) for n in (1, 32, 100, 300, 700, 1500)]
+    clean = [(n, 21) for n in (1, 32, 100, 300, 700, 1500)]
     n = len(clean)
     demo.case(
         f"clean loads over {connector}",
@@ -123,7 +125,7 @@ def clean_and_damaged(
                 case,
                 mode,
                 (p, d),
-                [pairs.prompt_of(450, seed)],
+                [(450, seed)],
                 request_id,
                 lambda c, right, status, mode=mode, verdict=verdict: (
                     c[verdict] == 1
@@ -151,7 +153,7 @@ def vllms_own_corruption(demo: Demo, p: Server, model: Path) -> None:
                 "vLLM's own corruption, 32 to 64",
                 mode,
                 (p, d),
-                [pairs.prompt_of(500, 23)],
+                [(500, 23)],
                 "clean",
                 lambda c, right, status, mode=mode: (
                     c["mismatch"] == 1
@@ -183,8 +185,7 @@ def main() -> int:
         demo.head()
         clean_and_damaged(demo, p, consumers, connector)
         if chosen == "nixl_pull":
-            for d in consumers.values():
-                d.stop()
+            retire(list(consumers.values()))
             vllms_own_corruption(demo, p, model)
     return demo.finish()
 

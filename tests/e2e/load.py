@@ -108,6 +108,7 @@ class Tally:
     answered: int = 0
     compared: int = 0
     left: int = 0
+    left_d: int = 0
     damaged: Counter[tuple[str, str]] = field(default_factory=Counter)
     not_refused: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -214,6 +215,7 @@ class Clients:
                     break
         with self.tally.lock:
             self.tally.left += 1
+            self.tally.left_d += server is self._d
 
     def _judge_clean(self, ask: Ask, answer: httpx.Response) -> None:
         text = whole_text(answer)

@@ -5,12 +5,14 @@ The servers are forked from one process that imported vLLM (rig only).
 
 from __future__ import annotations
 
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from rig import processes, verdicts
 from rig.model import tiny_qwen3
-from rig.routing import prefill_decode
+from rig.routing import mooncake_params, prefill, prefill_decode
 from rig.servers import serving
 
 from e2e import pairs
@@ -20,7 +22,15 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 6
 
-FAULTS = {**pairs.every_fault(), **pairs.LATE_FAULT}
+FAULTS = {
+    **pairs.every_fault(),
+    **pairs.LATE_FAULT,
+    "third-": {"kind": "bit_flip", "skip": 2},
+}
+
+
+MANY = ("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", "32")
+"""For many requests at once, and KV that waits to be pulled."""
 
 
 @pytest.fixture(scope="module", params=pairs.CONNECTORS)
@@ -35,8 +45,7 @@ def common(carrier, forks):
 
 @pytest.fixture(scope="module")
 def p(carrier, common):
-    args = ("--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "32")
-    server = pairs.producer(f"e2e-{carrier}-p", tiny_qwen3(), args=args, **common)
+    server = pairs.producer(f"e2e-{carrier}-p", tiny_qwen3(), args=MANY, **common)
     with serving(server):
         yield server
 
@@ -54,13 +63,11 @@ def consumers(carrier, common, p):
         yield servers
 
 
-def ask(p, d, prompt, request_id):
+def ask(p, d, length, seed, request_id):
     """D's answer, what a single instance answers, and what D counted."""
-    (expected,) = pairs.reference_texts(p, [prompt], MAX_TOKENS)
-    before = pairs.loads(d)
-    answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=request_id)
-    counted = {k: v - before[k] for k, v in pairs.loads(d).items() if v != before[k]}
-    return answer, expected, counted
+    prompts = pairs.prompts_of(length, seed)
+    asked, expected = pairs.ask_anew(p, d, prompts, MAX_TOKENS, request_id)
+    return asked.answer, expected, asked.counted
 
 
 @pytest.mark.parametrize("mode", pairs.MODES)
@@ -68,11 +75,11 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
     mode, carrier, consumers, p
 ):
     d = consumers[mode]
-    answer, expected, counted = ask(p, d, pairs.prompt_of(450, 31), f"clean-{mode}")
+    answer, expected, counted = ask(p, d, 450, 31, f"clean-{mode}")
     assert counted == {"verified": 1} and pairs.text_of(answer) == expected
 
     request_id = f"bit_flip-{mode}"
-    answer, expected, counted = ask(p, d, pairs.prompt_of(450, 32), request_id)
+    answer, expected, counted = ask(p, d, 450, 32, request_id)
     assert counted == {"mismatch": 1}
     if mode == "fail":
         assert answer.status_code == 500
@@ -85,21 +92,18 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
     assert request_id in line and "1 of 15 blocks differ, position 0" in line
     assert "remote engine " in line and " at " in line and "None" not in line
 
-    answer, expected, counted = ask(
-        p, d, pairs.prompt_of(120, 33), f"lost_payload-{mode}"
-    )
+    answer, expected, counted = ask(p, d, 120, 33, f"lost_payload-{mode}")
     assert counted == {"unverified": 1}
     assert pairs.unverified(d, "no_payload") == 1
     if mode == "fail":
         assert answer.status_code == 500
         assert "no_payload" in pairs.error_of(answer)
-        answer = prefill_decode(
-            p, d, pairs.prompt_of(90, 35), 2, request_id="bit_flip-stream", stream=True
-        )
-        assert pairs.error_of(answer).startswith("KV checksum mismatch")
+        prompts = pairs.prompts_of(90, 35)
+        streamed, _ = pairs.ask_anew(p, d, prompts, 2, "bit_flip-stream", stream=True)
+        assert pairs.error_of(streamed.answer).startswith("KV checksum mismatch")
     else:
         assert pairs.text_of(answer) == expected
-    answer, expected, counted = ask(p, d, pairs.prompt_of(200, 34), f"next-{mode}")
+    answer, expected, counted = ask(p, d, 200, 34, f"next-{mode}")
     assert counted == {"verified": 1} and pairs.text_of(answer) == expected
 
     mismatches = 2 if mode == "fail" else 1
@@ -116,6 +120,11 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
     assert p.metric("vllm:kv_checksum_payload_bytes_total") > 0
 
 
+def transfers(server):
+    """How many NIXL made, as the connector's own statistics tell."""
+    return server.metric("vllm:nixl_xfer_time_seconds_count")
+
+
 def counters(server):
     names = ("blocks_compared", "blocks_mismatched", "failed", "recomputed")
     return {n: int(server.metric(f"vllm:kv_checksum_{n}_total")) for n in names}
@@ -129,9 +138,7 @@ def test_every_damage_is_seen_and_recomputed_right(consumers, p):
     d = consumers["recompute"]
     wrong = {}
     for seed, kind in enumerate([*KINDS, *PAYLOAD_KINDS]):
-        answer, expected, counted = ask(
-            p, d, pairs.prompt_of(100, 40 + seed), f"{kind}-0"
-        )
+        answer, expected, counted = ask(p, d, 100, 40 + seed, f"{kind}-0")
         verdict = "unverified" if kind in pairs.UNVERIFIED else "mismatch"
         if counted != {verdict: 1} or pairs.text_of(answer) != expected:
             wrong[kind] = counted, pairs.text_of(answer), expected
@@ -142,31 +149,135 @@ def test_every_damage_is_seen_and_recomputed_right(consumers, p):
         assert pairs.unverified(d, reason) >= 1
 
 
-def test_two_hundred_at_once_and_nothing_stays(carrier, common, p):
-    name = f"e2e-{carrier}-many"
-    d = pairs.consumer(name, tiny_qwen3(), "fail", drill=False, args=p.args, **common)
+def test_later_requests_do_not_answer_from_a_damaged_load(consumers, p):
+    d = consumers["fail-open"]
+    pairs.assert_followers_are_right(p, d, "bit_flip-f", 60, MAX_TOKENS)
+    good = 2 * d.block_size
+    pairs.assert_followers_are_right(p, d, "third-f", 61, MAX_TOKENS, good)
+
+
+def test_requests_that_wait_behind_a_damaged_load_are_right(carrier, common, p):
+    """D has room for one of them at a time; all have come before the damaged load ends."""
+    shared = pairs.prompt_of(200, 62)
+    asked = {"zero_block-first": shared}
+    asked |= {f"behind-{n}": shared + pairs.prompt_of(10 * n, 63) for n in range(5)}
+    room = ("--num-gpu-blocks-override", "10", "--max-model-len", "256")
+    d = pairs.consumer(
+        f"e2e-{carrier}-narrow",
+        tiny_qwen3(),
+        "fail-open",
+        faults=FAULTS,
+        args=room,
+        **common,
+    )
+    with serving(d):
+        answers = all_have_come(p, d, asked)
+        counted = verdicts.settled(d)
+    expected = pairs.reference_texts(p, list(asked.values()), MAX_TOKENS)
+    assert counted.started == len(asked)
+    # What Mooncake gave up fails, and was not judged.
+    assert sum(a.status_code != 200 for a in answers) == counted.failed
+    right = [
+        request_id
+        for request_id, answer, text in zip(asked, answers, expected, strict=True)
+        if answer.status_code == 200 and pairs.text_of(answer) == text
+    ]
+    assert "zero_block-first" not in right
+    assert len(right) == counted.of("verified") >= 1
+    assert counted.of("mismatch") + counted.of("verified") + counted.failed == 6
+
+
+def all_have_come(p, d, asked):
+    """Ask for all, in this order; no load ends before D knows of all of them."""
+    at_once = p.connector == "MooncakeConnector"
+    halves = {
+        request_id: mooncake_params(p)
+        if at_once
+        else ({}, prefill(p, prompt, request_id=request_id))
+        for request_id, prompt in asked.items()
+    }
+    with ThreadPoolExecutor(2 * len(asked)) as clients:
+        if not at_once:
+            processes.send(p.family(), signal.SIGSTOP)
+        answers = []
+        try:
+            for n, (request_id, prompt) in enumerate(asked.items(), 1):
+                ask = (prompt, MAX_TOKENS, halves[request_id][1])
+                answers.append(
+                    clients.submit(d.completions, *ask, request_id=request_id)
+                )
+                pairs.wait(lambda n=n: waiting(d) == n, f"{n} requests on D")
+            assert pairs.pending_loads(d) == 1
+        finally:
+            processes.send(p.family(), signal.SIGCONT)
+        if at_once:
+            for request_id, prompt in asked.items():
+                ask = (prompt, 1, halves[request_id][0])
+                clients.submit(p.completions, *ask, request_id=request_id)
+        return [answer.result() for answer in answers]
+
+
+def waiting(server):
+    """How many requests do not run yet."""
+    return server.metric("vllm:num_requests_waiting")
+
+
+def test_a_request_to_be_loaded_and_sent_on_is_an_ordinary_load(carrier, consumers, p):
+    """A router or a client that merges parameters asks D for both."""
+    if carrier == "mooncake":
+        pytest.skip("vLLM's Mooncake consumer ends in an assertion of its own")
+    both = {"do_remote_decode": True}
+    for mode, d in consumers.items():
+        for request_id, counted in (
+            ("both-", "verified"),
+            ("bit_flip-both-", "mismatch"),
+        ):
+            prompts = pairs.prompts_of(150, 64 + len(request_id))
+            asked, expected = pairs.ask_anew(
+                p, d, prompts, 1, f"{request_id}{mode}", merged=both
+            )
+            assert asked.counted == {counted: 1}
+            if counted == "mismatch" and mode == "fail":
+                assert pairs.error_of(asked.answer).startswith("KV checksum mismatch")
+            elif counted == "verified" or mode == "recompute":
+                assert pairs.text_of(asked.answer) == expected
+
+
+def test_two_hundred_at_once_and_nothing_stays(carrier, common):
+    """In float32: texts are compared, and batches of other sizes round otherwise."""
+    model, name = tiny_qwen3("float32"), f"e2e-{carrier}-many"
+    same = {"dtype": "float32", "args": MANY, **common}
+    p = pairs.producer(f"{name}-p", model, **same)
+    d = pairs.consumer(name, model, "fail", drill=False, **same)
     draw = [1 + (n * 37) % 290 for n in range(200)]
     prompts = [pairs.prompt_of(length, 500 + n) for n, length in enumerate(draw)]
-    with serving(d), ThreadPoolExecutor(len(prompts)) as clients:
+    with serving(p, d), ThreadPoolExecutor(len(prompts)) as clients:
         for n in range(3):
-            assert ask(p, d, pairs.prompt_of(90, 400 + n), f"warm-{n}")[2] == {
-                "verified": 1
-            }
+            assert ask(p, d, 90, 400 + n, f"warm-{n}")[2] == {"verified": 1}
         time.sleep(1)
         before = p.checksum_tables(), d.checksum_tables()
         for tables in before:
             assert any(name.endswith("KVChecksumScheduler._recvs") for name in tables)
             assert any(name.endswith("KVChecksumWorker._recvs") for name in tables)
         answers = list(clients.map(lambda x: prefill_decode(p, d, x, 2), prompts))
-        assert [a.status_code for a in answers] == [200] * len(prompts)
-        assert pairs.loads(d) == {"verified": 203, "mismatch": 0, "unverified": 0}
+        failed = sum(a.status_code != 200 for a in answers)
+        counted = verdicts.settled(d)
+        if carrier != "mooncake":  # which transfers several requests at once
+            assert transfers(p if carrier == "nixl_push" else d) == counted.started
+        assert counted.failed == pairs.given_up(d) >= failed
+        assert pairs.loads(d) == {
+            "verified": counted.started - counted.failed,
+            "mismatch": 0,
+            "unverified": 0,
+        }
+        assert counted.started == 203 + counted.failed - failed
         expected = list(
             clients.map(lambda x: pairs.reference_texts(p, [x], 2)[0], prompts)
         )
         differing = [
             n
             for n, (a, text) in enumerate(zip(answers, expected, strict=True))
-            if pairs.text_of(a) != text
+            if a.status_code == 200 and pairs.text_of(a) != text
         ]
         assert differing == []
         time.sleep(1)

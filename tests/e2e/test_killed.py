@@ -89,22 +89,12 @@ def loads_in_flight(p, *consumers):
                 for d, requests in asked.items()
             }
             for d in consumers:
-                wait(lambda d=d: pending_loads(d) == 4, f"4 loads on {d.name}")
+                pairs.wait(
+                    lambda d=d: pairs.pending_loads(d) == 4, f"4 loads on {d.name}"
+                )
             yield answers
         finally:
             processes.send(p.family(), signal.SIGCONT)
-
-
-def pending_loads(server: Server) -> int:
-    sizes = server.checksum_tables().items()
-    return sum(n for name, n in sizes if name.endswith("KVChecksumScheduler._recvs"))
-
-
-def wait(holds, what, timeout=BOUND_S):
-    until = time.monotonic() + timeout
-    while not holds():
-        assert time.monotonic() < until, f"{what}: not within {timeout} s"
-        time.sleep(0.2)
 
 
 def status(answer: Future[httpx.Response]) -> int:
@@ -164,18 +154,18 @@ def test_a_worker_of_d_then_all_of_d(model, common):
                 p.completions([5], 1)
                 return p.metric(used) == 0
 
-            wait(all_free, "P frees what nobody pulled", 30)
-            wait(lambda: p.checksum_tables() == before, "P's tables", 10)
+            pairs.wait(all_free, "P frees what nobody pulled", 30)
+            pairs.wait(lambda: p.checksum_tables() == before, "P's tables", 10)
     assert "KV checksums not sent" not in p.log_text()
 
 
 def kill_with_loads_in_flight(p, d, victims):
     family, began = d.family(), time.monotonic()
     with loads_in_flight(p, d) as answers:
-        processes.send(victims, signal.SIGKILL)
+        d.kill(victims)
         assert all(status(answer) in (0, 500) for answer in answers[d])
         # A leader may be gone and not yet reaped while its last threads end.
-        wait(lambda: not d.family(family) and not d.alive(), "D's processes end")
+        pairs.wait(lambda: not d.family(family) and not d.alive(), "D's processes end")
     print(f"{d.name}: over after {time.monotonic() - began:.1f} s")
 
 
@@ -198,7 +188,7 @@ def test_p_with_loads_in_flight(model, common):
                 d: (d.checksum_tables(), pairs.loads(d)) for d in consumers.values()
             }
             with loads_in_flight(p, *consumers.values()) as answers:
-                processes.send(p.family(), signal.SIGKILL)
+                p.kill()
                 got = {
                     mode: [answer.result(BOUND_S) for answer in answers[d]]
                     for mode, d in consumers.items()
@@ -208,7 +198,9 @@ def test_p_with_loads_in_flight(model, common):
         for d in consumers.values():
             # The loads failed by themselves: nothing was there to be judged.
             assert pairs.loads(d) == before[d][1]
-            wait(lambda d=d: d.checksum_tables() == before[d][0], "D's tables", 10)
+            pairs.wait(
+                lambda d=d: d.checksum_tables() == before[d][0], "D's tables", 10
+            )
             alone = pairs.prompt_of(40, 60)
             pairs.text_of(d.completions(alone, MAX_TOKENS))
         with serving(p := producer("killed-p2", model, common, side_channel, p.port)):
@@ -256,10 +248,10 @@ def test_mooncake_master_under_load(model, common, tmp_path):
                 ask_both(next(seeds))
                 return pairs.loads(b)["verified"] > verified
 
-            wait(verified_again, "loads from the new master", 30)
+            pairs.wait(verified_again, "loads from the new master", 30)
             loads = pairs.loads(b)
             assert loads["mismatch"] == loads["unverified"] == 0
-            wait(
+            pairs.wait(
                 lambda: (a.checksum_tables(), b.checksum_tables()) == before,
                 "the tables",
                 10,

@@ -85,7 +85,16 @@ ON_AMX = {
 """Keys and values in tiles of bf16, and AMX's own backend of latents."""
 
 
-def pair(forks, name, p_tp=1, d_tp=1, mode="fail", model=None, family=None):
+def pair(
+    forks,
+    name,
+    p_tp=1,
+    d_tp=1,
+    mode="fail",
+    model=None,
+    family=None,
+    faults=None,
+):
     """A producer and a drilled consumer; `model` is another of the same family."""
     family = family or FAMILIES[name]
     folder = tiny(model or name, family.dtype)
@@ -93,7 +102,7 @@ def pair(forks, name, p_tp=1, d_tp=1, mode="fail", model=None, family=None):
     common = {"fork_server": forks, **family.options}
     p = pairs.producer(f"{label}-p", folder, tp=p_tp, **common)
     d = pairs.consumer(
-        f"{label}-d", folder, mode, faults=family.faults, tp=d_tp, **common
+        f"{label}-d", folder, mode, faults=faults or family.faults, tp=d_tp, **common
     )
     return p, d
 
@@ -162,6 +171,17 @@ def test_a_hybrid_at_unequal_tp(forks, p_tp, d_tp):
     with serving(p, d):
         check_clean_loads(p, d, family, (33, 300))
         check_damage_is_seen(p, d, family)
+
+
+def test_later_requests_do_not_answer_from_a_damaged_window(forks):
+    """In each group in turn: of damage that was served, no other group may be found."""
+    family = replace(FAMILIES["gemma3"], dtype="float32")
+    fault = {"kind": "zero_block", "blocks": 4}
+    faults = {f"group{g}-": {**fault, "group": g} for g in range(family.groups)}
+    p, d = pair(forks, "gemma3", mode="fail-open", family=family, faults=faults)
+    with serving(p, d):
+        for seed, prefix in enumerate(faults):
+            pairs.assert_followers_are_right(p, d, prefix, 80 + 2 * seed, MAX_TOKENS)
 
 
 @pytest.mark.parametrize("mode", ["fail-open", "recompute"])

@@ -9,7 +9,6 @@ import itertools
 
 import pytest
 from rig.model import tiny_qwen3
-from rig.routing import prefill_decode
 from rig.servers import Server, serving
 from rig.stock import stock_fork_server
 
@@ -51,21 +50,14 @@ def test_every_pair_transfers_and_only_on_on_verifies(carrier, forks, stock):
     with serving(*producers.values(), *consumers.values()):
         for seed, (left, right) in enumerate(itertools.product(KINDS, KINDS)):
             p, d = producers[left], consumers[right]
-            before = pairs.loads(d)
-            external = pairs.external_tokens(d)
             for length in (40, 150):
                 prompt = pairs.prompt_of(length, 600 + seed)
-                expected = pairs.reference_texts(p, [prompt], MAX_TOKENS)
-                answer = prefill_decode(p, d, prompt, MAX_TOKENS)
-                assert [pairs.text_of(answer)] == expected, (left, right)
-            assert pairs.external_tokens(d) == external + 190, (left, right)
-            counted = {k: v - before[k] for k, v in pairs.loads(d).items()}
-            verified, unverified = 2 * (left == right == "on"), 2 * (right == "on")
-            assert counted == {
-                "verified": verified,
-                "mismatch": 0,
-                "unverified": unverified - verified,
-            }, (left, right)
+                asked, expected = pairs.ask_anew(p, d, [prompt] * 5, MAX_TOKENS)
+                assert pairs.text_of(asked.answer) == expected, (left, right)
+                assert asked.external_tokens == length, (left, right)
+                verdict = "verified" if left == "on" else "unverified"
+                counted = {verdict: 1} if right == "on" else {}
+                assert asked.counted == counted, (left, right)
     assert "KV checksums not verified: no_payload" in consumers["on"].log_text()
     for server in (producers["stock"], consumers["stock"]):
         assert "vllm-kv-checksum is installed but not applied" in server.log_text()

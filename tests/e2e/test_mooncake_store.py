@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rig import processes
 from rig.model import tiny_qwen3
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 8
 BLOCK = 32
+NONE = {"verified": 0, "mismatch": 0, "unverified": 0, "dropped": 0}
 LENGTHS = (70, 100, 161, 225, 400, 1500)
 LEASE_S = 2
 """For how long Mooncake keeps a value for whoever is about to read it."""
@@ -127,12 +129,7 @@ def test_clean_loads_are_verified_and_texts_equal_a_single_instance(
         assert text(fleet.a, prompt) in expected
         store.wait_for([k for h in hashes(prompt) for k in fleet.keys(h)])
     assert [text(fleet.b, prompt) for prompt in prompts] == expected
-    assert counts(fleet.b) == {
-        "verified": len(prompts),
-        "mismatch": 0,
-        "unverified": 0,
-        "dropped": 0,
-    }
+    assert counts(fleet.b) == {**NONE, "verified": len(prompts)}
     blocks = sum((len(prompt) - 1) // BLOCK for prompt in prompts) - 200 // BLOCK
     assert fleet.b.metric("vllm:kv_checksum_blocks_compared_total") == blocks
     assert "Loads from the Mooncake store are checked" in fleet.b.log_text()
@@ -299,6 +296,52 @@ def test_values_of_another_model_s_layers_and_of_instances_without_checksums(
         assert {k: n - before[k] for k, n in after.items()} == calls
 
 
+def zero_second_half(store, stored):
+    value = store.get(stored)
+    store.replace(stored, value[: len(value) // 2] + bytes(len(value) // 2))
+
+
+def test_fail_open_a_damaged_value_is_served_once_and_never_stored(
+    forks, model, reference, hashes, tmp_path
+):
+    """C serves what it loaded, and stores what it computes, under good keys alone."""
+    common = dict(model=model, dtype="float32", fork_server=forks)
+    checked = {"enable_kv_checksum": True}
+    prompt = random_prompt("served once")
+    longer = [prompt + random_prompt(f"longer {n}", 60) for n in range(3)]
+    expected = {tuple(x): text(reference, x) for x in (prompt, *longer)}
+    with MooncakeStore(tmp_path) as store:
+        a = store.instance("open-a", "kv_producer", transfer=checked, **common)
+        dev = {"VLLM_SERVER_DEV_MODE": "1"}
+        c = store.instance("open-c", "kv_both", transfer=checked, env=dev, **common)
+        with serving(a, c):
+            keys = [key(model, 0, h) for h in hashes(prompt)]
+            assert text(a, prompt) == expected[tuple(prompt)]
+            store.wait_for(keys)
+            good = {k: store.get(k) for k in keys}
+            zero_second_half(store, keys[2])
+            assert text(c, prompt) != expected[tuple(prompt)], "no damage shows"
+            assert counts(c) == {**NONE, "mismatch": 1, "dropped": 1}
+            for turn in longer:
+                assert text(c, turn) == expected[tuple(turn)]
+            store.wait_for(keys)
+            for k, value in good.items():
+                assert_same_kv(store.get(k), value)
+            # What C has stored in place of the dropped value is good for others.
+            forget(c)
+            before = counts(c)
+            assert text(c, longer[0]) == expected[tuple(longer[0])]
+            assert gained(c, before) == {"verified": 1}
+
+
+def assert_same_kv(value, other):
+    """All but the checksum at the end, which is of the bits, alike but for rounding."""
+    found, wanted = (
+        np.frombuffer(x[: len(x) - len(x) % 4096], np.float32) for x in (value, other)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_the_drill_damages_loads_from_the_store(
     forks, model, reference, hashes, tmp_path
 ):
@@ -330,7 +373,7 @@ def test_the_drill_damages_loads_from_the_store(
             answer = b.completions(prompt, MAX_TOKENS, request_id="flip-store")
             assert pairs.text_of(answer) == expected
             found = counts(b)
-    assert found == {"verified": 0, "mismatch": 1, "unverified": 0, "dropped": 1}
+    assert found == {**NONE, "mismatch": 1, "dropped": 1}
 
 
 def external_tokens(server):

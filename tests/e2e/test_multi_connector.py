@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from rig.model import tiny_qwen3
-from rig.routing import prefill_decode
 from rig.servers import serving
 
 from e2e import pairs
@@ -36,8 +35,7 @@ def test_loads_through_a_sub_connector_are_verified(forks):
         for request_id, verdict in (("clean-0", "verified"), ("flip-0", "mismatch")):
             prompt = pairs.prompt_of(200, len(request_id))
             expected = pairs.reference_texts(p, [prompt], MAX_TOKENS)
-            before = pairs.loads(d)[verdict]
-            answer = prefill_decode(p, d, prompt, MAX_TOKENS, request_id=request_id)
-            assert [pairs.text_of(answer)] == expected
-            assert pairs.loads(d)[verdict] == before + 1
+            asked = pairs.ask(p, d, prompt, MAX_TOKENS, request_id)
+            assert [pairs.text_of(asked.answer)] == expected
+            assert asked.counted == {verdict: 1}
     assert d.log_text().count("KV checksum mismatch") == 1

@@ -6,9 +6,11 @@ The servers are forked from one process that imported vLLM (rig only).
 from __future__ import annotations
 
 import contextlib
+import signal
 
 import httpx
 import pytest
+from rig import processes, verdicts
 from rig.model import tiny_qwen3
 from rig.routing import prefill, prefill_decode
 from rig.servers import serving
@@ -46,6 +48,8 @@ def test_clean_loads_are_verified_and_answers_equal_a_single_instance(forks, p):
         transferred = sum(-(-len(x) // 32) for x in prompts) - hits // 32
         assert compared == transferred
         abort_some(p, d)
+        leave_while_it_loads(p, d)
+        assert verdicts.settled(d).aborted >= 1
         assert pairs.loads(d)["mismatch"] == pairs.loads(d)["unverified"] == 0
         prompt = pairs.prompt_of(333, 5)
         answer = prefill_decode(p, d, prompt, MAX_TOKENS)
@@ -72,6 +76,23 @@ def abort_some(p, d):
                 timeout=patience,
                 trust_env=False,
             )
+
+
+def leave_while_it_loads(p, d):
+    """P is stopped, and so the load is under way when the client leaves."""
+    prompt = pairs.prompt_of(100, 99)
+    params = prefill(p, prompt, request_id="leaves")
+    processes.send(p.family(), signal.SIGSTOP)
+    try:
+        with (
+            contextlib.suppress(httpx.TimeoutException),
+            d.streamed(
+                prompt, 5, params, request_id="leaves", patience_s=3, stream=True
+            ) as answer,
+        ):
+            answer.read()
+    finally:
+        processes.send(p.family(), signal.SIGCONT)
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])

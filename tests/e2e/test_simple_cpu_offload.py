@@ -33,6 +33,7 @@ def server(forks):
     transfer = {
         "enable_kv_checksum": True,
         **pairs.MODES["recompute"],
+        "kv_connector": "KVChecksumFaultDrill",
         "kv_connector_module_path": pairs.DRILL,
         "kv_connector_extra_config": options,
     }
@@ -40,7 +41,7 @@ def server(forks):
         "offload",
         "kv_both",
         model=tiny_qwen3(),
-        connector="KVChecksumFaultDrill",
+        connector="SimpleCPUOffloadConnector",
         transfer=transfer,
         fork_server=forks,
         env={"VLLM_SERVER_DEV_MODE": "1"},

@@ -71,6 +71,26 @@ RECIPES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "nope",
         "attention_multiplier": 0.125,
     },
+    # Mamba2, a sliding window of two 32-token blocks, and full attention.
+    "nemotron_h": {
+        "architecture": "NemotronHForCausalLM",
+        "config": "NemotronHConfig",
+        "layers_block_type": [
+            "linear_attention",
+            "full_attention",
+            "mlp",
+            "full_attention",
+            "linear_attention",
+        ],
+        "windows": {"1": 64},
+        "head_dim": 64,
+        "ssm_state_size": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "conv_kernel": 4,
+        "chunk_size": 64,
+    },
     # Multi-head latent attention.
     "deepseek_v2": {
         "architecture": "DeepseekV2ForCausalLM",

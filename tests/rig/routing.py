@@ -37,42 +37,50 @@ def prefill_decode(
     max_tokens: int,
     *,
     request_id: str | None = None,
+    merged: Params | None = None,
     **body: Any,
 ) -> httpx.Response:
-    """Prefill on ``p``, decode on ``d`` as ``p``'s connector wants it; return ``d``'s response, whatever its status."""
+    """Prefill on ``p``, decode on ``d`` as ``p``'s connector wants it; return ``d``'s response, whatever its status.
+
+    ``merged`` is added to the parameters that ``d`` gets, as a router may do that merges parameters.
+    """
     shared = request_id or str(uuid.uuid4())
     route = _at_once if p.connector == "MooncakeConnector" else _one_by_one
-    return route(p, d, prompt, max_tokens, shared, body)
+    return route(p, d, prompt, max_tokens, shared, merged or {}, body)
 
 
 def _one_by_one(
-    p: Server, d: Server, prompt: Prompt, max_tokens: int, shared: str, body: Params
+    p: Server,
+    d: Server,
+    prompt: Prompt,
+    max_tokens: int,
+    shared: str,
+    merged: Params,
+    body: Params,
 ) -> httpx.Response:
     """NIXL: hand everything that P returned to D. Push mode matches the two by their equal X-Request-Id."""
-    params = prefill(p, prompt, request_id=shared)
+    params = {**prefill(p, prompt, request_id=shared), **merged}
     return d.completions(prompt, max_tokens, params, request_id=shared, **body)
 
 
 def _at_once(
-    p: Server, d: Server, prompt: Prompt, max_tokens: int, shared: str, body: Params
+    p: Server,
+    d: Server,
+    prompt: Prompt,
+    max_tokens: int,
+    shared: str,
+    merged: Params,
+    body: Params,
 ) -> httpx.Response:
     """Mooncake: ask P and D at the same time, with one transfer id; P's bootstrap server tells its engine id."""
-    # P remembers a transfer for a while: its id must not come from a client.
-    transfer = {"transfer_id": f"xfer-{uuid.uuid4()}"}
+    ask_p, ask_d = mooncake_params(p)
     answers: list[httpx.Response] = []
-    ask_p = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
     prefilling = threading.Thread(
         target=lambda: answers.append(
             p.completions(prompt, 1, ask_p, request_id=shared)
         )
     )
-    ask_d = {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "remote_bootstrap_addr": f"http://{HOST}:{p.bootstrap_port}",
-        "remote_engine_id": mooncake_engine_id(p),
-        **transfer,
-    }
+    ask_d |= merged
     prefilling.start()
     try:
         answer = d.completions(prompt, max_tokens, ask_d, request_id=shared, **body)
@@ -81,6 +89,21 @@ def _at_once(
     for answered in answers:
         answered.raise_for_status()
     return answer
+
+
+def mooncake_params(p: Server) -> tuple[Params, Params]:
+    """Return the transfer parameters of P's and of D's half of one Mooncake request, in whatever order they are asked."""
+    # P remembers a transfer for a while: its id must not come from a client.
+    transfer = {"transfer_id": f"xfer-{uuid.uuid4()}"}
+    ask_p = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
+    ask_d = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_bootstrap_addr": f"http://{HOST}:{p.bootstrap_port}",
+        "remote_engine_id": mooncake_engine_id(p),
+        **transfer,
+    }
+    return ask_p, ask_d
 
 
 def mooncake_engine_id(p: Server) -> str:

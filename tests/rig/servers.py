@@ -20,16 +20,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
-from rig import processes
+from rig import processes, verdicts
 from rig.forkserver import ForkedProcess, ForkServer
+from rig.metrics import Samples, parse, total
 from rig.model import CACHE
 
 SERVED_NAME = "tiny"
 HOST = "127.0.0.1"
 
-Labels = frozenset[tuple[str, str]]
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -121,6 +120,7 @@ class Server:
         self.log = log_dir / f"{name}.log"
         self._tables = log_dir / f"{name}.tables"
         self.ready_s: float | None = None
+        self.killed = False
         self._fork_server = fork_server
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -175,6 +175,12 @@ class Server:
         if extra in config:
             config[extra] = {**needs.get(extra, {}), **self.transfer.get(extra, {})}
         return {key: value for key, value in config.items() if value is not None}
+
+    @property
+    def checks_loads(self) -> bool:
+        """Whether KV checksums are on."""
+        on = self.transfer_config().get("enable_kv_checksum", False)
+        return self.role is not None and on is True
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the process."""
@@ -234,6 +240,21 @@ class Server:
         if self._process is None:
             return set()
         return processes.family(self._process.pid, known)
+
+    def kill(self, victims: set[processes.Process] | None = None) -> None:
+        """Kill the server, or these processes of it, on purpose."""
+        self.killed = True
+        processes.send(victims or self.family(), signal.SIGKILL)
+
+    def wait_ended(self, timeout: float) -> int:
+        """Wait until the server ends by itself, with everything it started, and return its exit status."""
+        members = self.family()
+        while self.alive() or (members := self.family(members)):
+            if time.monotonic() - self._began > timeout:
+                raise ServerError(f"{self.name} did not end\n{self.log_errors()}")
+            time.sleep(0.1)
+        assert self._process is not None and self._process.returncode is not None
+        return self._process.returncode
 
     def wait_ready(self, timeout: float = 240) -> Server:
         """Wait until the server answers; raise with the log's errors if it dies or takes too long."""
@@ -295,27 +316,13 @@ class Server:
             timeout=patience_s,
         )
 
-    def metrics(self) -> dict[tuple[str, Labels], float]:
+    def metrics(self) -> Samples:
         """Return every sample of /metrics by name and labels."""
-        page = self._client.get("/metrics").raise_for_status().text
-        samples = (
-            sample
-            for group in text_string_to_metric_families(page)
-            for sample in group.samples
-        )
-        return {
-            (sample.name, frozenset(sample.labels.items())): sample.value
-            for sample in samples
-        }
+        return parse(self._client.get("/metrics").raise_for_status().text)
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of this name that carry these labels; 0 if there are none."""
-        wanted = labels.items()
-        return sum(
-            value
-            for (found, carried), value in self.metrics().items()
-            if found == name and wanted <= carried
-        )
+        return total(self.metrics(), name, **labels)
 
     def checksum_tables(self, timeout: float = 20) -> dict[str, int]:
         """Return what its processes hold for checksums, by name (rig package, ``tables.py``); summed over processes."""
@@ -421,15 +428,32 @@ def fork_server(
 
 @contextlib.contextmanager
 def serving(*servers: Server, timeout: float = 240) -> Iterator[None]:
-    """Start the servers at the same time, wait until all are ready, and stop them at the end."""
+    """Start the servers at the same time, wait until all are ready, and stop them at the end.
+
+    Raises:
+        AssertionError: what `rig.verdicts` asks of loads does not hold at the end.
+    """
     try:
         for server in servers:
             server.start()
         for server in servers:
             server.wait_ready(timeout)
         yield
+        verdicts.check(servers)
     finally:
         stop_all(servers)
+
+
+def retire(servers: Sequence[Server]) -> None:
+    """Stop servers before their block ends, and ask of their loads what is asked there.
+
+    Raises:
+        AssertionError: as `serving`.
+    """
+    verdicts.check(servers)
+    stop_all(servers)
+    for server in servers:
+        server.killed = True
 
 
 def stop_all(servers: Sequence[Server] | None = None) -> None:

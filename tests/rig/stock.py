@@ -15,19 +15,19 @@ from rig.servers import fork_server
 FOLDER = CACHE / "stock"
 
 
-def stock_environment() -> dict[str, str]:
+def stock_environment(folder: Path = FOLDER) -> dict[str, str]:
     """Return what makes a process import the unpatched vLLM, building its tree first.
 
     Every file of the installed package is a link in the tree, until the installer puts vLLM's originals in the place
     of those that the series edits and takes the feature out. Raises if anything of the feature is left.
     """
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    link_stock_vllm(FOLDER)
-    for path in FOLDER.joinpath("vllm").rglob("*.py"):
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    link_stock_vllm(folder)
+    for path in folder.joinpath("vllm").rglob("*.py"):
         if "kv_checksum" in path.read_text(errors="replace"):
             raise RuntimeError(f"{path} is not vLLM's own")
-    return {"PYTHONPATH": str(FOLDER)}
+    return {"PYTHONPATH": str(folder)}
 
 
 def link_stock_vllm(site: Path) -> None:

@@ -8,17 +8,12 @@ checksums with it: the worker fills them in, the connector moves them.
 
 from ..edits import Module, assign
 
-CARRIED_BY_CONNECTOR = """
-    def kv_checksum_carrier(
-        self, request: "Request", receiving: bool
-    ) -> KVChecksumCarrier | None:
-        return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
-
+SENT_BY_CONNECTOR = """
     def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
         assert self.connector_scheduler is not None
         self.connector_scheduler.send_kv_checksums(request, checksums)
     """
-# Methods of a connector that carries payloads itself, by way of its scheduler side.
+# The method of a connector that carries payloads itself, by way of its scheduler side.
 
 base = Module("distributed/kv_transfer/kv_connector/v1/base.py")
 base.imports(

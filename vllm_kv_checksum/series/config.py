@@ -41,7 +41,8 @@ with vllm_config.function("VllmConfig._get_v1_model_runner_unsupported_features"
     f.before(
         "return unsupported",
         """
-        if self.kv_transfer_config and self.kv_transfer_config.enable_kv_checksum:
+        transfer = getattr(self, "kv_transfer_config", None)
+        if transfer and transfer.enable_kv_checksum:
             unsupported.append("KV checksums (enable_kv_checksum)")
         """,
     )

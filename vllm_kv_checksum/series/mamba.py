@@ -34,7 +34,12 @@ with interface.cls("MambaSpec") as c:
     )
 
 abstract = Module("model_executor/layers/mamba/abstract.py")
-abstract.imports("from vllm.v1.kv_cache_interface import MambaStateSplit")
+abstract.imports(
+    """
+    from vllm.distributed.kv_transfer.kv_checksum import state_splits
+    from vllm.v1.kv_cache_interface import MambaStateSplit
+    """
+)
 with abstract.cls("MambaBase") as c:
     c.after(
         assign("supports_dcp"),
@@ -46,7 +51,7 @@ with abstract.cls("MambaBase") as c:
         ''',
     )
 with abstract.function("MambaBase.get_kv_cache_spec") as f:
-    f.keyword("MambaSpec", "state_splits=self.get_state_splits()")
+    f.keyword("MambaSpec", "state_splits=state_splits.of_layer(self)")
 
 calculator = Module("model_executor/layers/mamba/mamba_utils.py")
 calculator.imports("from vllm.distributed.kv_transfer.kv_checksum import state_splits")
@@ -82,6 +87,8 @@ with mixer2.function("MambaMixer2.__init__") as f:
 with mixer2.cls("MambaMixer2") as c:
     c.prepend(
         """
+        num_model_groups: int | None = None
+
         def get_state_splits(self):
             return MambaStateShapeCalculator.mamba2_state_splits(
                 tp_size=self.tp_size,

@@ -10,11 +10,12 @@ with stats.cls("SchedulerStats") as c:
 
 loggers = Module("v1/metrics/loggers.py")
 loggers.imports("from vllm.distributed.kv_transfer.kv_checksum import KVChecksumProm")
+with loggers.cls("PrometheusStatLogger") as c:
+    c.prepend("kv_checksum_prom: KVChecksumProm | None = None\n\n")
 with loggers.function("PrometheusStatLogger.__init__") as f:
     f.after(
         assign("self.kv_connector_prom"),
         """
-        self.kv_checksum_prom: KVChecksumProm | None = None
         kv_transfer_config = vllm_config.kv_transfer_config
         if kv_transfer_config and kv_transfer_config.enable_kv_checksum:
             self.kv_checksum_prom = KVChecksumProm(

@@ -7,7 +7,7 @@ drains the queue; so no load finishes without the payload that came with it.
 """
 
 from ..edits import Module, assign
-from .base import CARRIED_BY_CONNECTOR
+from .base import SENT_BY_CONNECTOR
 
 mooncake = Module(
     "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
@@ -18,6 +18,7 @@ mooncake.imports(
 mooncake.imports(
     "from vllm.distributed.kv_transfer.kv_checksum.mooncake import (\n"
     "    create_mooncake_checksums,\n"
+    "    mooncake_carrier,\n"
     ")"
 )
 with mooncake.cls("MooncakeXferResponse") as c:
@@ -40,7 +41,16 @@ with mooncake.function("MooncakeConnectorMetadata.__init__") as f:
         """,
     )
 with mooncake.cls("MooncakeConnector") as c:
-    c.prepend(CARRIED_BY_CONNECTOR)
+    c.prepend(
+        """
+        def kv_checksum_carrier(
+            self, request: "Request", receiving: bool
+        ) -> KVChecksumCarrier | None:
+            return mooncake_carrier(request, receiving)
+
+        """
+    )
+    c.prepend(SENT_BY_CONNECTOR)
 with mooncake.function("MooncakeConnector.get_transfer_results") as f:
     f.before(
         "return self.connector_worker.get_transfer_results()",
@@ -54,18 +64,16 @@ with mooncake.function("MooncakeConnector.get_transfer_results") as f:
 with mooncake.cls("MooncakeConnectorScheduler") as c:
     c.prepend(
         """
+        _kv_checksums: dict[ReqId, bytes] = {}
+
         def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
             # Nothing is sent for other requests, so nothing would carry these.
             _, block_ids = self._reqs_need_send.get(request.request_id, (None, []))
             if block_ids:
-                self._kv_checksums[request.request_id] = checksums
+                added = {request.request_id: checksums}
+                self._kv_checksums = self._kv_checksums | added
 
         """
-    )
-with mooncake.function("MooncakeConnectorScheduler.__init__") as f:
-    f.after(
-        assign("self._reqs_not_processed"),
-        "self._kv_checksums: dict[ReqId, bytes] = {}",
     )
 with mooncake.function("MooncakeConnectorScheduler.build_connector_meta") as f:
     f.before(
@@ -75,6 +83,8 @@ with mooncake.function("MooncakeConnectorScheduler.build_connector_meta") as f:
         self._kv_checksums = {}
         """,
     )
+with mooncake.cls("MooncakeConnectorWorker") as c:
+    c.prepend("kv_checksums = None\n\n")
 with mooncake.function("MooncakeConnectorWorker.__init__") as f:
     f.after(
         assign("self._failed_recv_reqs"),
@@ -83,7 +93,10 @@ with mooncake.function("MooncakeConnectorWorker.__init__") as f:
 with mooncake.function("MooncakeConnectorWorker.record_send_reqs") as f:
     f.before(
         "send_meta.ready.set()",
-        "send_meta.kv_checksums = metadata.kv_checksums.get(p_req_id)",
+        """
+        if self.kv_checksums is not None:
+            send_meta.kv_checksums = metadata.kv_checksums.get(p_req_id)
+        """,
     )
 with mooncake.function("MooncakeConnectorWorker.send_kv_to_decode") as f:
     f.after(

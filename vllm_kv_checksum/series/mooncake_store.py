@@ -29,6 +29,8 @@ with connector.function("MooncakeStoreConnector.__init__") as f:
 with connector.cls("MooncakeStoreConnector") as c:
     c.prepend(
         """
+        _kv_checksums_not_stored: str | None = "the connector is not set up"
+
         @classmethod
         def _why_kv_checksums_not_stored(
             cls, vllm_config: VllmConfig, kv_cache_config: "KVCacheConfig | None"

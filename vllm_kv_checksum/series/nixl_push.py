@@ -7,7 +7,7 @@ ask no more. The compatibility hash stays vLLM's own.
 """
 
 from ..edits import Module, assign
-from .base import CARRIED_BY_CONNECTOR
+from .base import SENT_BY_CONNECTOR
 
 _NIXL = "distributed/kv_transfer/kv_connector/v1/nixl/"
 
@@ -26,23 +26,31 @@ connector.imports(
     "from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier"
 )
 with connector.cls("NixlPushConnector") as c:
-    c.prepend(CARRIED_BY_CONNECTOR)
+    c.prepend(
+        """
+        def kv_checksum_carrier(
+            self, request: "Request", receiving: bool
+        ) -> KVChecksumCarrier | None:
+            return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
+
+        """
+    )
+    c.prepend(SENT_BY_CONNECTOR)
 
 scheduler = Module(_NIXL + "push_scheduler.py")
-scheduler.imports("from vllm.distributed.kv_transfer.kv_checksum import nixl_push")
+scheduler.imports(
+    "from vllm.distributed.kv_transfer.kv_checksum import coverage, nixl_push"
+)
 with scheduler.function("NixlPushConnectorScheduler.__init__") as f:
     f.after(
         assign("self._newly_finished_push_blocks"),
-        """
-        # P-side: their KV checksums.
-        self._newly_finished_kv_checksums: dict[ReqId, bytes] = {}
-        """,
+        "self._asks_for_kv_checksums = coverage.sums_blocks(vllm_config)",
     )
 with scheduler.function("NixlPushConnectorScheduler.update_state_after_alloc") as f:
     f.after(
         assign("self._push_pending_registrations[request.request_id]"),
         """
-        if self.vllm_config.kv_transfer_config.enable_kv_checksum:
+        if self._asks_for_kv_checksums:
             nixl_push.ask(self._push_pending_registrations[request.request_id])
         """,
     )
@@ -57,10 +65,19 @@ with scheduler.function("NixlPushConnectorScheduler.build_connector_meta") as f:
 with scheduler.cls("NixlPushConnectorScheduler") as c:
     c.prepend(
         """
+        # D-side: whether registrations ask for KV checksums.
+        _asks_for_kv_checksums = False
+
+        # P-side: KV checksums of the requests in _newly_finished_push_blocks.
+        _newly_finished_kv_checksums: dict[ReqId, bytes] = {}
+
         def send_kv_checksums(self, request: Request, checksums: bytes) -> None:
             # Nothing is pushed for other requests, so nothing would carry these.
             if request.request_id in self._newly_finished_push_blocks:
-                self._newly_finished_kv_checksums[request.request_id] = checksums
+                added = {request.request_id: checksums}
+                self._newly_finished_kv_checksums = (
+                    self._newly_finished_kv_checksums | added
+                )
 
         """,
     )
@@ -71,6 +88,8 @@ worker.imports(
     "    create_nixl_push_checksums,\n"
     ")"
 )
+with worker.cls("NixlPushConnectorWorker") as c:
+    c.prepend("kv_checksums = None\n\n")
 with worker.function("NixlPushConnectorWorker.__init__") as f:
     f.after(
         assign("self._pending_d_registrations"),

@@ -29,6 +29,8 @@ with connector.function("SimpleCPUOffloadConnector.__init__") as f:
 with connector.cls("SimpleCPUOffloadConnector") as c:
     c.prepend(
         """
+        _kv_checksums_not_stored: str | None = "the connector is not set up"
+
         @classmethod
         def _why_kv_checksums_not_stored(
             cls, vllm_config: VllmConfig, kv_cache_config: "KVCacheConfig | None"
@@ -72,6 +74,8 @@ with metadata.cls("SimpleCPUOffloadMetadata") as c:
 
 manager = Module("v1/simple_kv_offload/manager.py")
 manager.imports(_IMPORT)
+with manager.cls("SimpleCPUOffloadScheduler") as c:
+    c.prepend("kv_checksums = None\n\n")
 with manager.function("SimpleCPUOffloadScheduler.__init__") as f:
     f.after(
         "self.vllm_config = vllm_config",

@@ -46,16 +46,18 @@ connector = Module("v1/worker/gpu/kv_connector.py")
 connector.imports(
     "from vllm.distributed.kv_transfer.kv_checksum import create_kv_checksum_worker"
 )
+with connector.cls("ActiveKVConnector") as c:
+    c.prepend(
+        "kv_checksum_worker = None\n"
+        "_deferred_output: KVConnectorOutput | None = None\n\n"
+    )
 with connector.function("ActiveKVConnector.__init__") as f:
     f.after(
         "self.kv_connector = get_kv_transfer_group()",
         """
         self.kv_checksum_worker = create_kv_checksum_worker(
-            vllm_config, self.kv_connector._kv_cache_config, kv_caches_dict
+            vllm_config, self.kv_connector, kv_caches_dict
         )
-        self._deferred_output: KVConnectorOutput | None = None
-        if self.kv_checksum_worker is not None:
-            self.kv_connector.set_kv_checksum_worker(self.kv_checksum_worker)
         """,
     )
 with connector.function("ActiveKVConnector.pre_forward") as f:

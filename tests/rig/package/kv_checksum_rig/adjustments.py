@@ -17,7 +17,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from kv_checksum_rig import loaded, offload_adjustments, tables
+from kv_checksum_rig import hybrid_adjustments, loaded, offload_adjustments, tables
 from kv_checksum_rig.on_import import on_import
 
 NIXL_PROGRESS_DELAY_US = 1000
@@ -31,6 +31,7 @@ def apply() -> None:
     tables.apply()
     loaded.apply()
     offload_adjustments.apply()
+    hybrid_adjustments.apply()
     on_import("vllm.platforms.cpu", async_scheduling)
     on_import("torch.cpu", no_amx)
     on_import("nixl_cu12._api", slow_nixl_progress_thread)

@@ -179,7 +179,9 @@ def _compare_every_step(module: ModuleType) -> None:
     @functools.wraps(stock)
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = stock(self, *args, **kwargs)
-        if self.kv_checksum is not None and output.kv_connector_metadata is not None:
+        # An unpatched scheduler has none.
+        ours = getattr(self, "kv_checksum", None)
+        if ours is not None and output.kv_connector_metadata is not None:
             for line in differences(output, self.kv_cache_config):
                 logger.error("%s: %s", DIFFERS, line)
             if not said and _summed(output):

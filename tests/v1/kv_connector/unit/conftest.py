@@ -30,11 +30,11 @@ def every_load_has_one_verdict():
     """Holds for every instance of every test, whatever the test is about."""
     import kv_checksum_instances
 
-    kv_checksum_instances.MADE.clear()
+    made = kv_checksum_instances.MADE = []
     yield
-    for instance in kv_checksum_instances.MADE:
+    kv_checksum_instances.MADE = None
+    for instance in made:
         instance.assert_every_load_has_one_verdict()
-    kv_checksum_instances.MADE.clear()
 
 
 @pytest.fixture(scope="session")

@@ -115,8 +115,8 @@ def vllm_config(
     return config
 
 
-MADE: list["Instance"] = []
-"""Every instance of the running test."""
+MADE: list["Instance"] | None = None
+"""Every instance of the running test; None outside of tests, where nobody asks."""
 
 
 class Instance:
@@ -183,7 +183,8 @@ class Instance:
             log_stats=True,
         )
         self.hasher = get_request_block_hasher(block_size, sha256)
-        MADE.append(self)
+        if MADE is not None:
+            MADE.append(self)
         self.aggregator = KVOutputAggregator(tp * pp)
         self.results: dict[str, list] = {}
         self.stats: dict[str, int] = {}
@@ -363,11 +364,15 @@ class Instance:
         """All of a load has arrived, in these blocks per group; not summed yet."""
 
     def answer_kv_is_right(self, request) -> bool:
-        """Whether the KV of the prompt now is what a local prefill writes."""
+        """Whether the prompt's KV now is what a local prefill writes.
+
+        Of a sliding window, all that the next token looks at.
+        """
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         ids = torch.tensor(list(request.prompt_token_ids))
-        for numbers, row in zip(self.layers, rows, strict=False):
-            at = torch.arange(len(ids))
+        for spec, numbers, row in zip(self.specs, self.layers, rows, strict=False):
+            window = getattr(spec, "sliding_window", None) or len(ids)
+            at = torch.arange(max(0, len(ids) + 1 - window), len(ids))
             blocks = torch.tensor(row)[at // self.block_size]
             at, blocks = at[blocks != 0], blocks[blocks != 0]
             for n in numbers:

@@ -311,3 +311,39 @@ def test_workers_do_not_get_the_payload_s_text(model, size):
     assert d.stats["loads_started"] == 1
     assert sum(b"remote_engine_id" in x for x in sent) == 2
     assert not any(text[:1000] in x for x in sent)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_steps_that_decode_look_at_no_request(model, transport, role):
+    """Case 20: whether their KV was sent, loaded, or neither."""
+    p, d = rig.pair(model, transport=transport)
+    prompts = [rig.tokens(100, seed) for seed in range(3)]
+    if role == "kv_producer":
+        params = [p.transport.producer_params(f"p{i}") for i in range(2)]
+        for i, one in enumerate([*params, None]):
+            p.add(f"p{i}", prompts[i], one, max_tokens=20)
+        instance, producer = p, None
+    else:
+        for i, prompt in enumerate(prompts[:2]):
+            d.add(f"r{i}", prompt, rig.prefill(p, f"p{i}", prompt), max_tokens=20)
+        d.add("r2", prompts[2], None, max_tokens=20)
+        instance, producer = d, p
+    for _ in range(8):
+        instance.step(producer)
+    kv_checksum = instance.scheduler.kv_checksum
+    looked_at = []
+
+    class Requests(dict):
+        def __getitem__(self, req_id):
+            looked_at.append(req_id)
+            return super().__getitem__(req_id)
+
+    after_schedule = kv_checksum.after_schedule
+    kv_checksum.after_schedule = lambda output, requests: after_schedule(
+        output, Requests(requests)
+    )
+    running = len(instance.scheduler.running)
+    for _ in range(4):
+        instance.step(producer)
+    assert running == len(instance.scheduler.running) == 3 and not looked_at
+    assert not kv_checksum._unsummed

@@ -141,6 +141,30 @@ def test_the_first_copy_wins_and_nothing_stays():
     assert again.kv_checksums == {}
 
 
+@pytest.mark.parametrize("transfer_id", [None, "", "t"])
+def test_only_requests_that_mooncake_sends_are_summed(model, transfer_id):
+    """As many as its own scheduler announces to its workers."""
+    p = rig.Instance(model, "kv_producer", transport="mooncake")
+    params = dict(do_remote_decode=True, do_remote_prefill=False)
+    if transfer_id is not None:
+        params["transfer_id"] = transfer_id
+    request = p.add("r", rig.tokens(50), params)
+    summed, announced, schedule = set(), set(), p.schedule
+
+    def look():
+        output = schedule()
+        announced.update(output.kv_connector_metadata.reqs_to_send)
+        if output.kv_checksum_scheduled is not None:
+            summed.update(output.kv_checksum_scheduled.reqs_to_send)
+        return output
+
+    p.schedule = look
+    p.run(request)
+    p.step()
+    assert summed == announced == ({"r"} if transfer_id else set())
+    assert bool(p.stats.get("payload_bytes")) == bool(transfer_id)
+
+
 @pytest.mark.parametrize("blocks", [None, [], [[1]]])
 def test_only_requests_that_wait_to_be_sent_keep_a_payload(model, blocks):
     """None: unknown or aborted; no blocks: announced, and not finished."""
@@ -162,7 +186,7 @@ def test_a_payload_is_stored_before_its_send_is_ready():
     meta = MooncakeConnectorMetadata()
     meta.reqs_to_send = {"p": ("t", [[1]])}
     meta.kv_checksums = {"p": b"sums"}
-    sender = SimpleNamespace(reqs_need_send={"t": send})
+    sender = SimpleNamespace(reqs_need_send={"t": send}, kv_checksums=object())
     asyncio.run(MooncakeConnectorWorker.record_send_reqs(sender, meta))
     assert stored == [b"sums"]
 

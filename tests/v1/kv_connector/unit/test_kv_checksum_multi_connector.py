@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MultiConnector: a store beside a P/D connector, each load by its own route."""
 
+import logging
 from types import SimpleNamespace
 
 import kv_checksum_instances as rig
@@ -14,6 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+
+from vllm.distributed.kv_transfer.kv_checksum import enable
 
 STORED = 48
 """Tokens that the store offers to requests of its own."""
@@ -160,6 +164,56 @@ def test_without_any_carrier_it_is_refused(model, log):
     multi(model, "kv_consumer", "push", children=store)
     (line,) = [x for x in log if x.startswith("WARNING KV checksums are off")]
     assert "FakeStore" in line
+
+
+def _offload(**options):
+    options = {"cpu_bytes_to_use": 1 << 20, **options}
+    return dict(
+        kv_connector="SimpleCPUOffloadConnector", kv_connector_extra_config=options
+    )
+
+
+CHILDREN = {
+    "push": (
+        _children("NixlPushConnector")[1],
+        "INFO KV checksums are on: loads through NixlPushConnector are verified, "
+        "carried by connector, fail-open",
+    ),
+    "stored": (
+        _offload(),
+        "INFO KV checksums are on: loads through SimpleCPUOffloadConnector are "
+        "verified, stored with their KV, fail-open",
+    ),
+    "stores none": (
+        _offload(lazy_offload=True),
+        "WARNING KV checksums do not cover a connector: SimpleCPUOffloadConnector "
+        "stores no KV checksums: lazy_offload stores blocks whose positions are no "
+        "longer known; what it loads is counted as unverified",
+    ),
+    "knows none": (
+        _children("unused")[0],
+        "WARNING KV checksums do not cover a connector: FakeStore neither carries "
+        "nor stores KV checksums; what it loads is counted as unverified",
+    ),
+}
+
+
+@pytest.mark.parametrize("first", range(len(CHILDREN)))
+def test_startup_says_of_every_connector_inside_what_becomes_of_its_loads(
+    model, first, log, caplog, monkeypatch
+):
+    # The rig's configuration names no tensors, which size the host's.
+    monkeypatch.setattr(
+        SimpleCPUOffloadScheduler,
+        "_derive_cpu_config",
+        staticmethod(lambda gpu_config, *args: gpu_config),
+    )
+    caplog.set_level(logging.INFO, enable.logger.name)
+    order = [*CHILDREN.values()]
+    children, lines = zip(*order[first:], *order[:first], strict=True)
+    multi(model, "kv_both", "push", list(children))
+    said = [x for x in log if " KV checksums " in x]
+    assert said == list(lines)
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -397,10 +397,13 @@ def cfg(*specs):
     return u.config(20, *((u.names(n), s) for n, s in enumerate(specs)))
 
 
-def settings(enabled=True, dcp=1, **extra):
+def settings(enabled=True, dcp=1, executor="mp", **extra):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=dcp, prefill_context_parallel_size=1
+            decode_context_parallel_size=dcp,
+            prefill_context_parallel_size=1,
+            world_size=2,
+            distributed_executor_backend=executor,
         ),
         kv_transfer_config=SimpleNamespace(
             enable_kv_checksum=enabled, kv_connector_extra_config=extra
@@ -419,11 +422,12 @@ WINDOW = SlidingWindowSpec(
         (settings(), cfg(u.full_spec(), u.full_spec(4)), None),
         (settings(enabled=False), cfg(u.full_spec()), "is off"),
         (settings(dcp=2), cfg(u.full_spec()), "context parallelism"),
+        (settings(executor="external_launcher"), cfg(u.full_spec()), "launcher"),
         (settings(store_tp_size=2), cfg(u.full_spec()), "between TP sizes"),
         (settings(custom_mem_pool="x"), cfg(u.full_spec()), "custom memory pool"),
         (settings(), cfg(u.full_spec(), WINDOW), "SlidingWindowSpec"),
     ],
-    ids=["stored", "off", "dcp", "shared", "pool", "window"],
+    ids=["stored", "off", "dcp", "launcher", "shared", "pool", "window"],
 )
 def test_when_mooncake_stores_checksums(config, groups, reason):
     found = mooncake_store.why_not_stored(config, groups)
@@ -480,12 +484,13 @@ def test_a_malformed_removal_is_answered(message, log):
         (settings(), cfg(u.full_spec(), u.full_spec(4)), None),
         (settings(enabled=False), cfg(u.full_spec()), "is off"),
         (settings(dcp=2), cfg(u.full_spec()), "context parallelism"),
+        (settings(executor="external_launcher"), cfg(u.full_spec()), "launcher"),
         (settings(lazy_offload=True), cfg(u.full_spec()), "lazy_offload"),
         (settings(kv_offload_backend="disk"), cfg(u.full_spec()), "disk backend"),
         (settings(), cfg(u.full_spec(), u.full_spec(2, 32)), "several sizes"),
         (settings(), cfg(u.full_spec(), WINDOW), "SlidingWindowSpec"),
     ],
-    ids=["stored", "off", "dcp", "lazy", "disk", "sizes", "window"],
+    ids=["stored", "off", "dcp", "launcher", "lazy", "disk", "sizes", "window"],
 )
 def test_when_simple_offload_stores_checksums(config, groups, reason):
     found = simple_cpu_offload.why_not_stored(config, groups)

@@ -8,6 +8,7 @@ size and rank are set by hand, as one process holds one rank.
 """
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import kv_checksum_reference as reference
 import kv_checksum_utils as u
@@ -120,7 +121,10 @@ class Rank:
             storage = next(iter(caches.values())).untyped_storage()
             self.raw = torch.empty(0, dtype=torch.uint8).set_(storage)
             self.raw.random_(generator=torch.Generator().manual_seed(rank))
-            self.worker = create_kv_checksum_worker(config, self.cfg, caches)
+            connector = SimpleNamespace(
+                _kv_cache_config=self.cfg, set_kv_checksum_worker=lambda worker: None
+            )
+            self.worker = create_kv_checksum_worker(config, connector, caches)
         self.layers = config.compilation_config.static_forward_context
 
     def page(self, name, block, size) -> np.ndarray:

@@ -71,7 +71,10 @@ def test_a_line_is_bounded_whatever_clients_send(log):
     report.Reporter().load("r" * 9999, mismatch(500, 10_000), source, "served")
     (line,) = log
     assert len(line) < 2000
-    assert "group 0: 10000 of 9 blocks differ, position 0 sent ffffffffffffffff" in line
+    assert (
+        "group 0: 10000 of 9 blocks differ (positions 0-9999), position 0 sent f"
+        in line
+    )
     assert "496 more groups" in line and line.endswith("; served")
 
 
@@ -109,3 +112,36 @@ def test_a_storm_is_counted_whole_and_shown_in_part(model, log, monkeypatch):
     assert len(log) == report.MAX_LINES + 2
     kv_checksum._reporter.load("next", mismatch(), "source", "served")
     assert "request next" in log[-1], "the next window shows lines again"
+
+
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [
+        ([3], "1 of 9 blocks differ, position 0"),
+        ([3, 4, 5], "3 of 9 blocks differ (positions 3-5), "),
+        ([0, 3, 4, 100, 2000], "5 of 9 blocks differ (positions 0, 3-4, 100, 2000), "),
+        (
+            list(range(0, 40, 2)),
+            "20 of 9 blocks differ (positions 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, "
+            "22, 24, 26, 28, 30, 4 more), ",
+        ),
+    ],
+)
+def test_the_positions_that_differ_are_named_as_ranges(positions, said):
+    samples = [Difference(0, 1, 2)]
+    verdict = LoadVerdict({0: GroupVerdict(0, 9, positions, samples)})
+    assert f"group 0: {said}" in report._differences(verdict)
+
+
+def test_a_mismatch_s_line_is_bounded(log):
+    """Whatever a client names, and however much differs."""
+    spread = list(range(0, 200_000, 2))
+    samples = [Difference(p, 2**64 - 1, 2**64 - 2) for p in range(3)]
+    verdict = LoadVerdict({g: GroupVerdict(0, 9, spread, samples) for g in range(9)})
+    params = dict.fromkeys(
+        ("remote_engine_id", "remote_host", "remote_port", "transfer_id"), "x" * 5000
+    )
+    source = report.remote_engine(params)
+    report.Reporter().load("r" * 5000, verdict, source, "request failed")
+    (line,) = [x for x in log if "KV checksum mismatch" in x]
+    assert len(line) < 2000

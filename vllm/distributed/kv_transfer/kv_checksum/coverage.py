@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .offload import why_not_parallel
+_EXECUTORS = {
+    *("uni", "mp", "ray", None),
+    *("UniProcExecutor", "MultiprocExecutor", "RayExecutorV2"),
+}
+"""Executors that bring the reports of all workers to the scheduler."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class ConnectorCoverage:
     """What is known of one connector, or of one inside a MultiConnector.
 
     Attributes:
-        name: its class.
+        name: as the configuration calls it.
         not_checked: why nobody checks what it loads, or None.
     """
 
@@ -43,7 +47,10 @@ def connector_coverage(
         kv_cache_config: the KV cache groups, or None if they are not planned yet.
     """
     return [
-        ConnectorCoverage(c.__name__, _why_not_checked(c, config, kv_cache_config))
+        ConnectorCoverage(
+            config.kv_transfer_config.kv_connector,
+            _why_not_checked(c, config, kv_cache_config),
+        )
         for c, config in _connector_classes(vllm_config)
     ]
 
@@ -81,13 +88,47 @@ def _why_not_checked(
 def why_off(vllm_config: Any) -> str | None:
     """Why checksums cannot work at all in this configuration, or None."""
     parallel = vllm_config.parallel_config
-    if (reason := why_not_parallel(parallel)) is not None:
-        return reason
-    if parallel.distributed_executor_backend == "external_launcher" and (
-        parallel.world_size > 1
-    ):
+    sizes = (
+        parallel.decode_context_parallel_size,
+        parallel.prefill_context_parallel_size,
+    )
+    if max(sizes) > 1:
+        return "context parallelism (DCP or PCP > 1) is not supported"
+    return None if parallel.world_size == 1 else _why_reports_are_lost(parallel)
+
+
+def _why_reports_are_lost(parallel_config: Any) -> str | None:
+    """Why the executor does not bring every worker's report to the scheduler."""
+    import vllm.envs as envs
+
+    names = _executor_names(parallel_config.distributed_executor_backend)
+    if not names.isdisjoint({"external_launcher", "ExecutorWithExternalLauncher"}):
         return "with the external launcher each rank sees its own worker only"
+    # Of vLLM before 0.33.0.
+    if "RayDistributedExecutor" in names or (
+        "ray" in names and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    ):
+        if parallel_config.pipeline_parallel_size == 1:
+            return None
+        return (
+            "with pipeline parallelism the legacy Ray executor brings reports of the "
+            "last stage alone (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 selects the other)"
+        )
+    if names.isdisjoint(_EXECUTORS):
+        backend = parallel_config.distributed_executor_backend
+        return f"it is not known whether {backend} brings reports of all workers"
     return None
+
+
+def _executor_names(backend: Any) -> set[str | None]:
+    """The short name of an executor, or the names of its class and their bases."""
+    if isinstance(backend, str) and "." in backend:
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        backend = resolve_obj_by_qualname(backend)
+    if isinstance(backend, type):
+        return {c.__name__ for c in backend.__mro__}
+    return {backend}
 
 
 def sums_blocks(vllm_config: Any, kv_cache_config: Any = None) -> bool:
@@ -105,7 +146,7 @@ def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
     Raises:
         ValueError: such a set-up; the message names the connector and what to change.
     """
-    transfer = vllm_config.kv_transfer_config
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None or not transfer.kv_checksum_fail_closed:
         return
     reasons = [why_off(vllm_config)]

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a scheduler checks loads in this configuration, and what it says if not."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.logger import init_logger
 
-from .coverage import connector_coverage, refuse_unchecked, why_off
-from .payload import KVChecksumCarrier
+from .coverage import (
+    ConnectorCoverage,
+    connector_coverage,
+    refuse_unchecked,
+    why_off,
+)
 from .scheduler import KVChecksumScheduler
 
 logger = init_logger(__name__)
@@ -41,34 +46,46 @@ def create_kv_checksum_scheduler(
             "; ".join(unchecked),
         )
     else:
-        logger.info(
-            "KV checksums are on: loads through %s are verified, carried by %s, %s",
-            transfer.kv_connector,
-            _carriers(connector),
-            f"fail-closed ({transfer.kv_load_failure_policy})"
-            if transfer.kv_checksum_fail_closed
-            else "fail-open",
-        )
-        for reason in unchecked:
-            logger.warning(
-                "KV checksums do not cover a connector: %s; what it loads is counted "
-                "as unverified",
-                reason,
-            )
+        for one, instance in zip(coverage, _single_connectors(connector), strict=True):
+            _say_what_of(one, instance, transfer)
     return KVChecksumScheduler(
         vllm_config, connector, kv_cache_manager, kv_cache_config
     )
 
 
-def _carriers(connector: Any) -> str:
-    """How loads bring checksums, as the metrics call it."""
+def _single_connectors(connector: Any) -> Iterator[Any]:
+    """The connector, or those inside it, in the order of `connector_coverage`."""
+    inner = getattr(connector, "sub_connectors", None)
+    if not inner:
+        yield connector
+    for one in inner or ():
+        yield from _single_connectors(one)
+
+
+def _say_what_of(covered: ConnectorCoverage, connector: Any, transfer: Any) -> None:
+    """Log one line: how a connector's loads bring checksums, or why they do not."""
+    if covered.not_checked is not None:
+        logger.warning(
+            "KV checksums do not cover a connector: %s; what it loads is counted as "
+            "unverified",
+            covered.not_checked,
+        )
+        return
+    logger.info(
+        "KV checksums are on: loads through %s are verified, %s, %s",
+        covered.name,
+        _how_brought(connector),
+        f"fail-closed ({transfer.kv_load_failure_policy})"
+        if transfer.kv_checksum_fail_closed
+        else "fail-open",
+    )
+
+
+def _how_brought(connector: Any) -> str:
+    """How loads bring checksums, carriers as the metrics call them."""
     load = SimpleNamespace(request_id="", kv_transfer_params=None)
-    pending, carriers = [connector], set()
-    while pending:
-        one = pending.pop()
-        pending += getattr(one, "sub_connectors", None) or ()
-        if carrier := one.kv_checksum_carrier(load, True):
-            carriers.add(carrier.value)
-        elif one.get_kv_checksum_sources(load):
-            carriers.add(KVChecksumCarrier.STORED.value)
-    return ", ".join(sorted(carriers))
+    if (carrier := connector.kv_checksum_carrier(load, True)) is not None:
+        return f"carried by {carrier.value}"
+    if connector.get_kv_checksum_sources(load):
+        return "stored with their KV"
+    return "carried as it says of each"

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from .coverage import sums_blocks
+from .payload import KVChecksumCarrier, transfer_params
 from .wire_maps import decode_map
 
 _encoder = msgspec.msgpack.Encoder()
@@ -21,6 +23,16 @@ _NIL = _encoder.encode(None)
 
 _DAMAGED = b""
 """Handed on instead of a payload that is none: it does not decode."""
+
+
+def mooncake_carrier(request: Any, receiving: bool) -> KVChecksumCarrier | None:
+    """How a request's payload travels; None: Mooncake does not move its KV.
+
+    A producer sends nothing for a request without ``transfer_id``.
+    """
+    if not receiving and not transfer_params(request).get("transfer_id"):
+        return None
+    return KVChecksumCarrier.CONNECTOR.of_request(request, receiving)
 
 
 def _payloads(field: msgspec.Raw, ok_reqs: Iterable[str]) -> dict[str, bytes]:
@@ -95,6 +107,4 @@ class MooncakeChecksums:
 
 def create_mooncake_checksums(vllm_config: Any) -> MooncakeChecksums | None:
     """A Mooncake worker's payloads, or None if checksums are off."""
-    if not vllm_config.kv_transfer_config.enable_kv_checksum:
-        return None
-    return MooncakeChecksums()
+    return MooncakeChecksums() if sums_blocks(vllm_config) else None

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import msgspec
 from vllm.logger import init_logger
 
+from .coverage import why_off
 from .offload import (
     BlockRun,
     hashes_of_blocks,
-    why_not_parallel,
     why_not_summed,
     why_whole_blocks_differ,
 )
@@ -56,7 +56,7 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if not transfer.enable_kv_checksum:
         return "enable_kv_checksum is off"
     options = transfer.kv_connector_extra_config
-    if (reason := why_not_parallel(vllm_config.parallel_config)) is not None:
+    if (reason := why_off(vllm_config)) is not None:
         return reason
     if options.get("enable_store_tp_lcm") or options.get("store_tp_size") is not None:
         return "values are shared between TP sizes (store_tp_size), not one rank's own"

@@ -21,6 +21,8 @@ from zlib import crc32
 
 from vllm.logger import init_logger
 
+from .coverage import sums_blocks
+
 logger = init_logger(__name__)
 
 _ASKED = "kv_checksums"
@@ -177,6 +179,4 @@ class NixlPushChecksums:
 
 def create_nixl_push_checksums(vllm_config: Any) -> NixlPushChecksums | None:
     """A push worker's payloads, or None if checksums are off."""
-    if not vllm_config.kv_transfer_config.enable_kv_checksum:
-        return None
-    return NixlPushChecksums()
+    return NixlPushChecksums() if sums_blocks(vllm_config) else None

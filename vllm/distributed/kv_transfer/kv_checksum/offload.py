@@ -108,17 +108,6 @@ def why_whole_blocks_differ(kv_cache_groups: Sequence[Any]) -> str | None:
     return None
 
 
-def why_not_parallel(parallel_config: Any) -> str | None:
-    """Why checksums cannot work with this parallelism, or None."""
-    sizes = (
-        parallel_config.decode_context_parallel_size,
-        parallel_config.prefill_context_parallel_size,
-    )
-    if max(sizes) > 1:
-        return "context parallelism (DCP or PCP > 1) is not supported"
-    return None
-
-
 def why_not_summed(worker: Any, group_ids: Collection[int]) -> str | None:
     """Why a worker cannot sum all of these groups, or None."""
     for group_id in group_ids:

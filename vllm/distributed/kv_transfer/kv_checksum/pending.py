@@ -119,12 +119,12 @@ class PendingLoad(Pending):
     def may_be_offered_again(self) -> bool:
         """Whether its connector would load the same once more for this request.
 
-        Loads of a prefill instance's KV are offered once, unless the request says
-        ``do_remote_decode``, too: NIXL then takes it for a load from a decode
-        instance, and it waits for blocks that nobody sends.
+        Loads of a prefill instance's KV are offered once. But where the request also
+        asks to be sent on (NIXL pull), they are offered as those of a decode instance.
         """
-        again = self.carrier in (None, KVChecksumCarrier.STORED)
-        return again or bool(self.params.get("do_remote_decode"))
+        return self.carrier in (None, KVChecksumCarrier.STORED) or bool(
+            self.params.get("do_remote_decode")
+        )
 
     def payload(self) -> KVChecksumPayload | None:
         """What the producer sent, or None for nothing.

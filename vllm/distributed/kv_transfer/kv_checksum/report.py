@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from vllm.logger import init_logger
 
 from .verdict import LoadVerdict
@@ -21,6 +22,7 @@ MAX_LINES = 10
 WINDOW_S = 60.0
 
 _MAX_GROUPS = 4
+_MAX_RANGES = 16
 _MAX_VALUE_CHARS = 64
 _MAX_ID_CHARS = 128
 
@@ -145,7 +147,8 @@ def remote_engine(params: dict[str, Any]) -> str:
 def _differences(verdict: LoadVerdict) -> str:
     bad = {i: group for i, group in verdict.groups.items() if group.positions}
     said = [
-        f"group {group_id}: {len(group.positions)} of {group.compared} blocks differ, "
+        f"group {group_id}: {len(group.positions)} of {group.compared} blocks differ"
+        f"{_ranges(group.positions)}, "
         + ", ".join(
             f"position {d.position} sent {d.expected:016x} loaded {d.found:016x}"
             for d in group.samples
@@ -155,6 +158,22 @@ def _differences(verdict: LoadVerdict) -> str:
     if len(bad) > _MAX_GROUPS:
         said.append(f"{len(bad) - _MAX_GROUPS} more groups")
     return "; ".join(said)
+
+
+def _ranges(positions: list[int]) -> str:
+    """Several positions as ranges, in brackets; a number instead of the last ones."""
+    if len(positions) == 1:
+        return ""
+    at = np.array(positions)
+    breaks = np.flatnonzero(np.diff(at) != 1)
+    firsts, lasts = at[[0, *(breaks + 1)]], at[[*breaks, -1]]
+    said = [
+        str(first) if first == last else f"{first}-{last}"
+        for first, last in zip(firsts[:_MAX_RANGES], lasts[:_MAX_RANGES], strict=True)
+    ]
+    if len(firsts) > _MAX_RANGES:
+        said.append(f"{int((at > lasts[_MAX_RANGES - 1]).sum())} more")
+    return f" (positions {', '.join(said)})"
 
 
 def _address(params: dict[str, Any]) -> object:

@@ -318,8 +318,9 @@ class KVChecksumScheduler:
         for group_id, reason in verdict.left_out.items():
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load.carrier)
+        if not self.fail_closed or verdict.outcome == "verified":
+            self._keep_away(request, load, verdict)
         if verdict.outcome == "verified":
-            self._keep_apart(request, load, verdict)
             return
         kept = self._kept_tokens(load, verdict)
         self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
@@ -332,25 +333,20 @@ class KVChecksumScheduler:
                 self._stored.give_up(request)
             if not self.recompute:
                 self._errors[req_id] = client_error(verdict)
-        elif verdict.mismatched:
-            self._keep_apart(request, load, verdict)
 
-    def _keep_apart(
-        self, request: Any, load: PendingLoad, verdict: LoadVerdict
-    ) -> None:
-        """See to it that no other request finds what of a load is not right.
+    def _keep_away(self, request: Any, load: PendingLoad, verdict: LoadVerdict) -> None:
+        """Keep what is bad, or not whole, of a load that is used from later requests.
 
-        Blocks that differ, and the first of a window of which a part came: this
-        request needs no more of it, but one with a shorter prompt does.
+        Of a window's first block, the part that the producer did not send holds
+        whatever was there; this request does not need it, another may.
         """
+        first_token = partial(self._first_token, load)
         first = [
-            self._first_token(load, group_id, load.blocks.groups[group_id][0])
+            first_token(group_id, load.blocks.groups[group_id][0])
             for group_id, reason in verdict.left_out.items()
             if reason is LeftOut.PARTIAL_BLOCKS
         ]
-        if (
-            bad := verdict.first_bad_token(partial(self._first_token, load))
-        ) is not None:
+        if (bad := verdict.first_bad_token(first_token)) is not None:
             first.append(bad)
         if first:
             disown(request, min(first), self._hash_block_size)

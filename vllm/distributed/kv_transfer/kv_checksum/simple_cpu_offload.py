@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from .offload import BlockRun, why_not_parallel, why_not_summed, why_whole_blocks_differ
+from .coverage import why_off
+from .offload import BlockRun, why_not_summed, why_whole_blocks_differ
 
 logger = init_logger(__name__)
 
@@ -26,7 +27,7 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum:
         return "enable_kv_checksum is off"
-    if (reason := why_not_parallel(vllm_config.parallel_config)) is not None:
+    if (reason := why_off(vllm_config)) is not None:
         return reason
     options = transfer.kv_connector_extra_config
     if options.get("lazy_offload"):

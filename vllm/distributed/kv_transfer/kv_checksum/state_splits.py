@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tensor parallelism splits the states of Mamba-like layers.
 
-Each function tells it for the states that the shape function of the same name in
+Each function ending in ``_state_splits`` tells it for the states that the shape function of the same name in
 `MambaStateShapeCalculator` describes, or returns None where TP does not divide
 the sizes. Nothing here depends on the rank.
 """
 
+from typing import Any
+
 from vllm.v1.kv_cache_interface import MambaStateSplit
 
 StateSplits = tuple[MambaStateSplit, ...]
+
+
+def of_layer(layer: Any) -> StateSplits | None:
+    """What a layer tells of its states; None if it tells nothing."""
+    tell = getattr(layer, "get_state_splits", None)
+    return None if tell is None else tell()
 
 
 def mamba1_state_splits(tp_size: int, intermediate_size: int) -> StateSplits | None:
@@ -20,13 +28,19 @@ def mamba1_state_splits(tp_size: int, intermediate_size: int) -> StateSplits | N
 
 
 def mamba2_state_splits(
-    tp_size: int, intermediate_size: int, n_groups: int, num_heads: int, state_size: int
+    tp_size: int,
+    intermediate_size: int,
+    n_groups: int | None,
+    num_heads: int,
+    state_size: int,
 ) -> StateSplits | None:
     """conv [x, B, C], temporal [heads]; a single group's B and C are on every rank.
 
     Args:
-        n_groups: groups of the model, before any are added for TP.
+        n_groups: groups of the model, before any are added for TP; None: not known.
     """
+    if n_groups is None:
+        return None
     inner, heads = _share(intermediate_size, tp_size), _share(num_heads, tp_size)
     groups, replicas = _share(n_groups, tp_size), 1
     if n_groups == 1:

@@ -380,15 +380,24 @@ def _prepare_function(device: torch.device) -> _Prepare:
 
 
 def create_kv_checksum_worker(
-    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+    vllm_config: Any, connector: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> KVChecksumWorker | None:
-    """Create the worker's part, or None if no load needs sums."""
+    """Create the worker's part and hand it to the connector; None if no load needs sums.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        connector: this worker's connector, of which nothing is read with checksums off.
+        kv_caches: per layer name, its cache.
+    """
+    if not sums_blocks(vllm_config):
+        return None
+    kv_cache_config = connector._kv_cache_config
     if not sums_blocks(vllm_config, kv_cache_config):
         return None
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tp = get_tp_group()
-    return KVChecksumWorker(
+    worker = KVChecksumWorker(
         kv_cache_config,
         kv_caches,
         tp_rank=tp.rank_in_group,
@@ -397,6 +406,8 @@ def create_kv_checksum_worker(
         uniform_kv_heads=_uniform_kv_heads(vllm_config),
         formats=layer_formats(vllm_config, kv_caches),
     )
+    connector.set_kv_checksum_worker(worker)
+    return worker
 
 
 def _uniform_kv_heads(vllm_config: Any) -> int | None:
