@@ -96,7 +96,7 @@ def run_batch(seed: int, number: int) -> Tally:
             if missed and changes_cancel(d, chunk, old, new):
                 chunk.kind = CANCELS
             _note(tally, chunk, old, new, outcome, in_round)
-        _note_loads(tally, chunks, before, after, verdicts, in_round)
+        _note_loads(tally, loaded, chunks, before, after, verdicts, in_round)
     return tally
 
 
@@ -199,6 +199,7 @@ def _note_sets(
 
 def _note_loads(
     tally: Tally,
+    loaded: dict[str, Blocks],
     chunks: list[Chunk],
     before: list[bytes],
     after: list[bytes],
@@ -207,14 +208,21 @@ def _note_loads(
 ) -> None:
     """A damaged chunk that is compared makes a mismatch of the load.
 
-    One that is not compared makes it unverified.
+    One that is not compared makes it unverified, and so does a group without any: of
+    a window, the two sides may hold no whole chunk in common.
     """
-    expected = dict.fromkeys(verdicts, "verified")
+    compared = {(chunk.req_id, chunk.group) for chunk in chunks}
+    expected = {
+        req_id: "verified"
+        if all((req_id, g) in compared for g in groups)
+        else "unverified"
+        for req_id, groups in loaded.items()
+    }
     for i, chunk in enumerate(chunks):
-        if chunk.kind in NOT_COMPARED and expected[chunk.req_id] == "verified":
-            expected[chunk.req_id] = "unverified"
-        elif chunk.kind not in (*NOT_COMPARED, CANCELS) and before[i] != after[i]:
+        if chunk.kind not in (*NOT_COMPARED, CANCELS) and before[i] != after[i]:
             expected[chunk.req_id] = "mismatch"
+        elif chunk.kind in NOT_COMPARED and expected[chunk.req_id] == "verified":
+            expected[chunk.req_id] = "unverified"
     row = tally.row(DEPTH, AS_A_WHOLE, _EXPECTED[AS_A_WHOLE])
     for req_id, outcome in expected.items():
         found = verdicts[req_id].outcome

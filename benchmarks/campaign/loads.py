@@ -283,8 +283,9 @@ class Pair:
         if verdict is None or request.is_finished():
             return
         if plan.kind == LATE and not plan.changed and plan.block_ids:
-            group = self.target.workers[-1][-1]
-            group.covered[0][plan.block_ids[-1][-1]] ^= 1
+            group = max(g for g, ids in enumerate(plan.block_ids) if ids)
+            worker = next(w for w in self.target.workers[group] if w.covered)
+            worker.covered[0][plan.block_ids[group][-1]] ^= 1
             plan.changed = True
         if request.num_output_tokens != 1:
             return
@@ -342,7 +343,9 @@ class Pair:
         req_id = request.request_id
         plan, verdict = self.plans.pop(req_id), self.verdicts.pop(req_id, None)
         if plan.block_ids is None and request.is_finished():
-            return  # all of it was in D's prefix cache
+            # All of it was in D's prefix cache: P's lease runs out.
+            self._end_lease(f"p-{req_id}")
+            return
         outcome = verdict.outcome if verdict is not None else "none"
         if not request.is_finished():
             outcome = "never ended"
@@ -360,6 +363,14 @@ class Pair:
         fails = self.mode == "fail" and outcome != "verified"
         expected = FinishReason.ERROR if fails else FinishReason.LENGTH
         return self.d.results[req_id][-1].finish_reason == expected
+
+    def _end_lease(self, p_id: str) -> None:
+        """What P kept of a request is freed, and nobody asks for it any more."""
+        transport = self.p.transport
+        if p_id in self.p.scheduler.requests:
+            transport.sent.add(p_id)
+        getattr(transport, "finished_blocks", {}).pop(p_id, None)
+        getattr(transport, "sends", {}).pop(f"xfer-{p_id}", None)
 
     def _release(self, request: Any) -> None:
         """What D would send on, which nobody asks for."""

@@ -81,3 +81,4 @@ def test_the_machinery_misbehaves(model, kind):
     expected = {f"{kind}: {what}" for what in TOOK_EFFECT.get(kind, ())}
     assert expected <= counts.keys(), expected - counts.keys()
     assert outcomes["intact", "verified"] and outcomes["damaged", "mismatch"]
+    assert outcomes["intact, not checked", "unverified"]

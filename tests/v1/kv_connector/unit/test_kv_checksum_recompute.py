@@ -159,17 +159,3 @@ def test_other_models_recompute_whole(model, groups, monkeypatch):
     d.damage = damage
     load(p, d, 100)
     assert d.loads("mismatch") == 1 and computed(d) == 101
-
-
-def test_a_request_that_says_both_flags_ends(model):
-    """NIXL offers its load once more and then loads nothing: it would wait forever."""
-    p, d = pair(model, d=RECOMPUTE)
-    params = rig.prefill(p, "p-r", tokens(100)) | {"do_remote_decode": True}
-    d.damage = flip_in(r=0)
-    request = d.add("r", tokens(100), params, max_tokens=2)
-    for _ in range(20):
-        p.step()
-        d.step(p)
-    assert rig.RequestStatus.is_finished(request.status)
-    assert d.loads("mismatch") == d.stats["loads_started"] == 1
-    assert computed(d) == 100 + 1
