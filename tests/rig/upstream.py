@@ -12,6 +12,7 @@ Tests that need more (weights, a GPU) fail on both trees, and tell nothing.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rig.env import CACHE, VLLM, child_environment  # noqa: E402
+from rig.env import CACHE, VLLM, child_environment, digest  # noqa: E402
 from rig.stock import stock_environment  # noqa: E402
 
 FOLDER = CACHE / f"upstream-{VLLM}"
@@ -90,7 +91,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Models that most tests name: shapes alone, no weights and no tokenizer."""
 
-TEST_PACKAGES = ("tblib==3.2.2", "pytest-asyncio==1.4.0", "pytest-mock==3.15.1")
+TEST_PACKAGES = (
+    "tblib==3.2.2",
+    "pytest-asyncio==1.4.0",
+    "pytest-mock==3.15.1",
+    "ray==2.60.0",
+    "msgpack==1.1.2",
+)
 BUILD_PACKAGES = ("setuptools-scm>=8,<9", "setuptools-rust>=1.9,<2")
 """What pip needs to ask the source distribution for its version."""
 
@@ -107,6 +114,9 @@ SETTINGS = {
     "PYTHONHASHSEED": "0",
     "VLLM_CACHE_ROOT": str(FOLDER / "vllm-cache"),
 }
+
+CONDITIONS = digest(*TEST_PACKAGES, MODELS, sorted(SETTINGS.items()))[:8]
+"""What the tests find, in short: results of other conditions are not compared with."""
 
 
 class Stop(Exception):
@@ -171,7 +181,7 @@ def pip(overrides: dict[str, str], *arguments: str) -> None:
 
 def install_test_packages() -> Path:
     """Return a folder of the packages that vLLM's tests need and the environment lacks."""
-    site = FOLDER / "site"
+    site = FOLDER / f"site-{CONDITIONS}"
     if not site.exists():
         with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
             target = Path(scratch) / "site"
@@ -197,8 +207,8 @@ def trees() -> tuple[Tree, Tree]:
     stock = FOLDER / "stock"
     stock_environment(stock)
     return (
-        Tree("stock", (stock, site), FOLDER / "results-stock"),
-        Tree("patched", (site,), FOLDER / "results-patched"),
+        Tree("stock", (stock, site), FOLDER / f"results-stock-{CONDITIONS}"),
+        Tree("patched", (site,), FOLDER / f"results-patched-{CONDITIONS}"),
     )
 
 
@@ -269,7 +279,14 @@ def passed(tree: Tree, names: Iterable[str]) -> set[str]:
 
 
 def compare(names: Sequence[str], timeout: int, fresh: bool) -> list[str]:
-    """Run the files on both trees; the tests that pass on stock alone, twice."""
+    """Run the files on both trees; the tests that pass on stock alone, twice. One run at a time."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _compare(names, timeout, fresh)
+
+
+def _compare(names: Sequence[str], timeout: int, fresh: bool) -> list[str]:
     stock, patched = trees()
     missing = [n for n in names if fresh or not result_file(stock, n).exists()]
     if missing:
