@@ -318,10 +318,21 @@ class KVChecksumScheduler:
         for group_id, reason in verdict.left_out.items():
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load.carrier)
-        if not self.fail_closed or verdict.outcome == "verified":
+        if verdict.outcome != "verified":
+            self._see_to(request, load, verdict, bad)
+        if req_id not in bad:
+            # Last, because what is dropped from a store goes by the request's hashes.
             self._keep_away(request, load, verdict)
-        if verdict.outcome == "verified":
-            return
+
+    def _see_to(
+        self,
+        request: Any,
+        load: PendingLoad,
+        verdict: LoadVerdict,
+        bad: dict[str, int],
+    ) -> None:
+        """Say what is wrong with a load, have it dropped, and let it fail."""
+        req_id = request.request_id
         kept = self._kept_tokens(load, verdict)
         self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
         if load.blocks.stored and verdict.mismatched:
