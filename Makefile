@@ -7,7 +7,7 @@ N ?= 1000000
 MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base lint bench campaign fuzz soak demo clean
+.PHONY: help env unit test test-slow test-base test-upstream lint bench campaign fuzz soak demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
@@ -16,6 +16,8 @@ help:
 	@echo "make test   every test, with real vLLM servers"
 	@echo "make test-slow  what make test leaves out: patching the real wheel of vLLM"
 	@echo "make test-base  the unit tests on another supported vLLM (BASE=0.32.0)"
+	@echo "make test-upstream  vLLM's own tests: what passes on stock passes on the patched tree"
+	@echo "            (downloads vLLM's source distribution; half an hour and more)"
 	@echo "make bench  what the checks cost: summing KV, and the code on the host"
 	@echo "make campaign  a million damaged blocks, and the table of outcomes (N=blocks)"
 	@echo "make fuzz   fuzz what clients and peers can send (MINUTES=30, one core)"
@@ -28,7 +30,7 @@ env:
 	@$(PYTHON) tests/rig/env.py --venv $(VENV)
 
 unit: env
-	$(BIN)/python -m pytest tests -m "not e2e and not slow and not campaign" -q
+	$(BIN)/python -m pytest tests -m "not e2e and not slow and not campaign and not upstream" -q
 
 test: env
 	$(BIN)/python -m pytest tests -m "not slow"
@@ -39,6 +41,9 @@ test-slow: env
 test-base: env
 	$(BIN)/python tests/rig/older.py $(BASE)
 	PYTHONPATH=.rig/vllm-$(BASE) $(BIN)/python -m pytest tests/v1 tests/series -m "not slow" -q
+
+test-upstream: env
+	$(BIN)/python tests/rig/upstream.py
 
 lint: env
 	$(BIN)/ruff check
