@@ -85,8 +85,10 @@ class Run:
             for transfer in self.live:
                 assert self.tick - transfer.born < MAX_STEPS, f"hangs: {transfer}"
         self.faults.calm = True
-        # A load whose request is gone still arrives, in any of the next steps.
+        # A load whose request is gone still arrives, in any of the next steps, and
+        # leases run out.
         for _ in range(24):
+            self.tick += 1
             self.step()
         for instance, before in self.instances():
             assert self.left(instance) == before, (self.left(instance), before)
