@@ -332,7 +332,7 @@ class KVChecksumScheduler:
         bad: dict[str, int],
     ) -> None:
         """Say what is wrong with a load, have it dropped, and let it fail."""
-        req_id = request.request_id
+        req_id = load.req_id
         kept = self._kept_tokens(load, verdict)
         self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
         if load.blocks.stored and verdict.mismatched:
