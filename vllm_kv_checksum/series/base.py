@@ -15,6 +15,23 @@ SENT_BY_CONNECTOR = """
     """
 # The method of a connector that carries payloads itself, by way of its scheduler side.
 
+STORED_BY_CONNECTOR = """
+    _kv_checksums_not_stored: str | None = "the connector is not set up"
+
+    @classmethod
+    def _why_kv_checksums_not_stored(
+        cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig | None"
+    ) -> str | None:
+        return kv_checksums.why_not_stored(vllm_config, kv_cache_config)
+
+    def get_kv_checksum_sources(self, request: "Request") -> set[CacheHitSource]:
+        if self._kv_checksums_not_stored is not None:
+            return set()
+        return {self._cache_hit_source}
+
+    """
+# What a connector says that stores checksums with its KV; `kv_checksums` is its module.
+
 base = Module("distributed/kv_transfer/kv_connector/v1/base.py")
 base.imports(
     """

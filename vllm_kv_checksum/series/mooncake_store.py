@@ -7,6 +7,7 @@ another size by the loading thread that could not load them.
 """
 
 from ..edits import Module, assign
+from .base import STORED_BY_CONNECTOR
 
 _PATH = "distributed/kv_transfer/kv_connector/v1/mooncake/store"
 
@@ -27,26 +28,14 @@ with connector.function("MooncakeStoreConnector.__init__") as f:
         """,
     )
 with connector.cls("MooncakeStoreConnector") as c:
+    c.prepend(STORED_BY_CONNECTOR)
     c.prepend(
         """
-        _kv_checksums_not_stored: str | None = "the connector is not set up"
-
-        @classmethod
-        def _why_kv_checksums_not_stored(
-            cls, vllm_config: VllmConfig, kv_cache_config: "KVCacheConfig | None"
-        ) -> str | None:
-            return kv_checksums.why_not_stored(vllm_config, kv_cache_config)
-
         def set_kv_checksum_worker(self, worker: Any) -> None:
             store_worker = self.connector_worker
             store_worker.kv_checksums = kv_checksums.create_mooncake_store_checksums(
                 store_worker, worker, self._kv_checksums_not_stored
             )
-
-        def get_kv_checksum_sources(self, request: Request) -> set[CacheHitSource]:
-            if self._kv_checksums_not_stored is not None:
-                return set()
-            return {self._cache_hit_source}
 
         def on_kv_checksum_failure(
             self, request: Request, mismatches: dict[int, list[int]]

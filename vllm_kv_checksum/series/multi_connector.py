@@ -35,8 +35,7 @@ with multi.cls("MultiConnector") as c:
             self, request: "Request", receiving: bool
         ) -> KVChecksumCarrier | None:
             if receiving:
-                chosen = self._requests_to_connector.get(request.request_id)
-                return multi_connector.load_carrier(self._connectors, chosen, request)
+                return multi_connector.load_carrier(self, request)
             return multi_connector.send_route(self._connectors, request)[1]
 
         def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
@@ -56,17 +55,15 @@ with multi.cls("MultiConnector") as c:
         def get_kv_checksum_sources(
             self, request: "Request"
         ) -> Collection[CacheHitSource]:
-            chosen = self._requests_to_connector.get(request.request_id)
-            if chosen is None:
-                return ()
-            return self._connectors[chosen].get_kv_checksum_sources(request)
+            connector = multi_connector.serving_connector(self, request)
+            return () if connector is self else connector.get_kv_checksum_sources(request)
 
         def on_kv_checksum_failure(
             self, request: "Request", mismatches: dict[int, list[int]]
         ) -> None:
-            chosen = self._requests_to_connector.get(request.request_id)
-            if chosen is not None:
-                self._connectors[chosen].on_kv_checksum_failure(request, mismatches)
+            connector = multi_connector.serving_connector(self, request)
+            if connector is not self:
+                connector.on_kv_checksum_failure(request, mismatches)
 
         """
     )

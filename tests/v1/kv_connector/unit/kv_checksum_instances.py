@@ -39,6 +39,12 @@ __all__ = ["RequestStatus", "SchedulerOutput"]
 
 LAYERS, HEADS, HEAD_SIZE = 4, 4, 8
 
+WITHOUT_CARRIER = dict(
+    kv_connector="ExampleConnector",
+    kv_connector_extra_config={"shared_storage_path": "unused"},
+)
+"""Settings of a connector of vLLM's that neither carries nor stores checksums."""
+
 # For tensors this small, threads cost more than they bring.
 torch.set_num_threads(1)
 

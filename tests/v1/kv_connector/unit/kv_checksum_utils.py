@@ -10,6 +10,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
 )
 
 from vllm.distributed.kv_transfer.kv_checksum import (
@@ -22,6 +24,16 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     add_records,
     replica_checks,
 )
+
+INDEXER = MLAAttentionSpec(
+    block_size=16,
+    num_kv_heads=1,
+    head_size=132,
+    dtype=torch.uint8,
+    max_tp_shards=1,
+    cache_role=SparseCacheRole.INDEXER,
+)
+"""DeepSeek's sparse indexer: 128 value bytes and a float32 scale per token."""
 
 
 def full_spec(heads=2, block_size=16, head_size=8, dtype=torch.bfloat16, **kwargs):

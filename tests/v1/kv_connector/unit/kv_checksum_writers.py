@@ -16,6 +16,7 @@ from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock, patch
 
+import kv_checksum_utils as u
 import torch
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash as triton_writers
 from vllm.v1.kv_cache_interface import (
@@ -26,7 +27,6 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
-    SparseCacheRole,
     create_kv_cache_views,
     get_kv_quant_mode,
 )
@@ -386,17 +386,8 @@ def triton_latents(path, cells):
     def write(cache, slots):
         kernels = import_module("vllm.models.deepseek_v32.common.kernels")
         n = len(slots)
-        positions = torch.arange(n)
         kernels.fused_norm_rope(
-            positions,
-            drawn(slots, 128),
-            torch.ones(128, dtype=torch.bfloat16),
-            1e-6,
-            drawn(slots, 512),
-            torch.ones(512, dtype=torch.bfloat16),
-            1e-6,
-            drawn(slots, 64),
-            torch.ones(n, 64),
+            *norm_rope_inputs(slots),
             None,
             None,
             None,
@@ -412,16 +403,24 @@ def triton_latents(path, cells):
     return Writer(path, cells, spec, write, "interpreter")
 
 
+def norm_rope_inputs(slots):
+    """What one of vLLM's DeepSeek kernels takes before an indexer's arguments."""
+    n = len(slots)
+    return (
+        torch.arange(n),
+        drawn(slots, 128),
+        torch.ones(128, dtype=torch.bfloat16),
+        1e-6,
+        drawn(slots, 512),
+        torch.ones(512, dtype=torch.bfloat16),
+        1e-6,
+        drawn(slots, 64),
+        torch.ones(n, 64),
+    )
+
+
 def indexer(mx_scales):
     """Keys of DeepSeek's sparse indexer."""
-    spec = MLAAttentionSpec(
-        block_size=16,
-        num_kv_heads=1,
-        head_size=132,
-        dtype=torch.uint8,
-        max_tp_shards=1,
-        cache_role=SparseCacheRole.INDEXER,
-    )
 
     def write(cache, slots):
         kernels = import_module("vllm.models.deepseek_v32.common.kernels")
@@ -430,15 +429,7 @@ def indexer(mx_scales):
         name = "mqa_logits_use_mx_scales"
         with patch.object(kernels, name, lambda: mx_scales, create=True):
             kernels.fused_norm_rope(
-                torch.arange(n),
-                drawn(slots, 128),
-                torch.ones(128, dtype=torch.bfloat16),
-                1e-6,
-                drawn(slots, 512),
-                torch.ones(512, dtype=torch.bfloat16),
-                1e-6,
-                drawn(slots, 64),
-                torch.ones(n, 64),
+                *norm_rope_inputs(slots),
                 drawn(slots, 128),
                 torch.ones(128),
                 torch.zeros(128),
@@ -452,7 +443,7 @@ def indexer(mx_scales):
     return Writer(
         MLA + "indexer.DeepseekV32IndexerBackend",
         "INDEXER",
-        spec,
+        u.INDEXER,
         write,
         "interpreter",
         extra="ue8m0" if mx_scales else "float32",

@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
-    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 
@@ -36,16 +35,6 @@ def uniform(specs):
 
 
 # ---- DeepSeek's sparse indexer: a block's values, then its scales
-
-
-INDEXER = MLAAttentionSpec(
-    block_size=16,
-    num_kv_heads=1,
-    head_size=132,
-    dtype=torch.uint8,
-    max_tp_shards=1,
-    cache_role=SparseCacheRole.INDEXER,
-)
 
 
 def indexer_cells(cache):
@@ -66,10 +55,10 @@ def test_an_indexer_beside_mla_layers_is_read_token_by_token(ratio, tp):
     )
     names = ["model.layers.3.self_attn.attn", "model.layers.3.self_attn.indexer.k"]
     latent = u.random_cache(8, mla, seed=1)
-    kernel = replace(INDEXER, block_size=16 // ratio)
+    kernel = replace(u.INDEXER, block_size=16 // ratio)
     cache = u.random_cache(8 * ratio, kernel, seed=2)
     caches = dict(zip(names, (latent, cache), strict=True))
-    group = uniform(dict(zip(names, (mla, INDEXER), strict=True)))
+    group = uniform(dict(zip(names, (mla, u.INDEXER), strict=True)))
     workers = [
         u.worker(u.config(8, (names, group)), caches, tp_rank=r, tp_size=tp)
         for r in range(tp)
@@ -91,14 +80,14 @@ def test_an_indexer_beside_mla_layers_is_read_token_by_token(ratio, tp):
 )
 def test_other_indexer_formats_are_skipped(shape):
     caches = {"model.layers.0.indexer.k": torch.zeros(shape, dtype=torch.uint8)}
-    w = u.worker(u.config(8, (caches, INDEXER)), caches)
+    w = u.worker(u.config(8, (caches, u.INDEXER)), caches)
     assert set(w.skipped) == {0}
 
 
 def test_an_indexer_whose_blocks_are_not_dense_is_skipped():
     wide = torch.zeros(8, 1, 16, 136, dtype=torch.uint8)[..., :132]
     caches = {"model.layers.0.indexer.k": wide}
-    w = u.worker(u.config(8, (caches, INDEXER)), caches)
+    w = u.worker(u.config(8, (caches, u.INDEXER)), caches)
     assert "not dense" in w.skipped[0]
 
 

@@ -49,8 +49,7 @@ def test_without_a_carrier_nothing_of_the_connector_is_read(model, monkeypatch):
     config = rig.vllm_config(
         model,
         "kv_both",
-        kv_connector="ExampleConnector",
-        kv_connector_extra_config={"shared_storage_path": "unused"},
+        **rig.WITHOUT_CARRIER,
     )
     assert active(monkeypatch, config, Bare()).kv_checksum_worker is None
 
@@ -200,8 +199,7 @@ def test_without_a_carrier_no_part_is_on(model, log):
     d = rig.Instance(
         model,
         "kv_both",
-        kv_connector="ExampleConnector",
-        kv_connector_extra_config={"shared_storage_path": "unused"},
+        **rig.WITHOUT_CARRIER,
     )
     assert not sums_blocks(d.config, d.kv_config)
     assert create_nixl_push_checksums(d.config) is None

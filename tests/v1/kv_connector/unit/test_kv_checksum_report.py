@@ -93,7 +93,9 @@ def test_a_storm_is_counted_whole_and_shown_in_part(model, log, monkeypatch):
         for req_id in ids:
             kv_checksum._stats["loads_started"] += 1
             kv_checksum._recvs[req_id] = PendingLoad(
-                req_id, KVChecksumBlocks(1, {}), KVChecksumCarrier.CONNECTOR
+                req_id,
+                KVChecksumBlocks(1, {}),
+                carrier=KVChecksumCarrier.CONNECTOR,
             )
         output = KVConnectorOutput(finished_recving=ids)
         kv_checksum.collect(output)

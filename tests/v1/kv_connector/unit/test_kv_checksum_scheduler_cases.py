@@ -176,18 +176,16 @@ def test_the_first_received_copy_counts_and_strangers_keep_nothing(model):
 
 
 def test_another_connector_is_refused(model, log):
-    settings = dict(
-        kv_connector="ExampleConnector",
-        kv_connector_extra_config={"shared_storage_path": "unused"},
-    )
-    rig.Instance(model, "kv_both", **settings)
+    rig.Instance(model, "kv_both", **rig.WITHOUT_CARRIER)
     (line,) = [x for x in log if x.startswith("WARNING KV checksums are off")]
     assert "ExampleConnector" in line and "enable_kv_checksum" in line
     assert not any("KV checksums are on" in x for x in log)
     with pytest.raises(
         ValueError, match="(?s)kv_checksum_fail_closed.*ExampleConnector"
     ):
-        rig.Instance(model, "kv_both", **settings, kv_checksum_fail_closed=True)
+        rig.Instance(
+            model, "kv_both", **rig.WITHOUT_CARRIER, kv_checksum_fail_closed=True
+        )
 
 
 def test_off_means_none(model):

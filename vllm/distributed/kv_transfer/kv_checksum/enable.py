@@ -88,4 +88,4 @@ def _how_brought(connector: Any) -> str:
         return f"carried by {carrier.value}"
     if connector.get_kv_checksum_sources(load):
         return "stored with their KV"
-    return "carried as it says of each"
+    return "each as its connector tells when it starts"

@@ -28,13 +28,13 @@ def inherit_settings(outer: Any, inner: Any) -> None:
     inner.kv_checksum_fail_closed = outer.kv_checksum_fail_closed
 
 
-def load_carrier(
-    connectors: Sequence[Any], chosen: int | None, request: Any
-) -> KVChecksumCarrier | None:
-    """The carrier of a load; `chosen` is its connector's index, None if none loads."""
-    if chosen is None:
+def load_carrier(multi: Any, request: Any) -> KVChecksumCarrier | None:
+    """The carrier of a load: that of the connector inside which loads it."""
+    connector = serving_connector(multi, request)
+    if connector is multi:
         return None
-    return connectors[chosen].kv_checksum_carrier(request, True)
+    carrier: KVChecksumCarrier | None = connector.kv_checksum_carrier(request, True)
+    return carrier
 
 
 def send_route(

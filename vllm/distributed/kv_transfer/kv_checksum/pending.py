@@ -35,7 +35,6 @@ class Pending:
 
     req_id: str
     blocks: KVChecksumBlocks
-    carrier: KVChecksumCarrier | None
     records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
 
     def take(self, record: KVChecksumRecord) -> None:
@@ -100,6 +99,7 @@ class PendingLoad(Pending):
     """A load in progress.
 
     Attributes:
+        carrier: how its payload comes, or None if nobody checks it.
         params: the request's ``kv_transfer_params`` when the load started.
         connector: the name of the connector that loads it.
         unverified: why it will not be compared whatever comes, or None.
@@ -108,6 +108,7 @@ class PendingLoad(Pending):
         received: the payload that its connector brought, the first copy.
     """
 
+    carrier: KVChecksumCarrier | None = None
     params: dict[str, Any] = field(default_factory=dict)
     connector: str = ""
     unverified: Unverified | None = None

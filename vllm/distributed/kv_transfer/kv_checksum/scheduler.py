@@ -159,7 +159,7 @@ class KVChecksumScheduler:
         load = PendingLoad(
             req_id,
             KVChecksumBlocks(num_tokens, {}),
-            carrier,
+            carrier=carrier,
             params=wire.transfer_params(request),
             connector=type(connector).__name__,
             unverified=unverified,
@@ -178,10 +178,7 @@ class KVChecksumScheduler:
         self._started.append(load)
 
     def add_send(self, request: Any) -> None:
-        """The step being scheduled finishes the KV of `request`'s prompt."""
-        carrier = self.connector.kv_checksum_carrier(request, False)
-        if carrier is None:
-            return
+        """The step being scheduled finishes the KV of a prompt that is to be sent."""
         req_id = request.request_id
         rows = self.kv_cache_manager.get_block_ids(req_id)
         found = sent_blocks(self.kv_cache_config, rows, request.num_prompt_tokens)
@@ -189,7 +186,7 @@ class KVChecksumScheduler:
             self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
         found.blocks.seq = next(self._seqs)
         self._scheduled.reqs_to_send[req_id] = found.blocks
-        self._sends[req_id] = Pending(req_id, found.blocks, carrier)
+        self._sends[req_id] = Pending(req_id, found.blocks)
 
     def after_schedule(self, output: Any, requests: Mapping[str, Any]) -> None:
         """Find the prompts that this step finishes and fill in the step's request.
