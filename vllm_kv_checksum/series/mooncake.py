@@ -70,8 +70,9 @@ with mooncake.cls("MooncakeConnectorScheduler") as c:
             # Nothing is sent for other requests, so nothing would carry these.
             _, block_ids = self._reqs_need_send.get(request.request_id, (None, []))
             if block_ids:
-                added = {request.request_id: checksums}
-                self._kv_checksums = self._kv_checksums | added
+                # Of its own, not the class's.
+                self._kv_checksums = self._kv_checksums or {}
+                self._kv_checksums[request.request_id] = checksums
 
         """
     )

@@ -74,10 +74,10 @@ with scheduler.cls("NixlPushConnectorScheduler") as c:
         def send_kv_checksums(self, request: Request, checksums: bytes) -> None:
             # Nothing is pushed for other requests, so nothing would carry these.
             if request.request_id in self._newly_finished_push_blocks:
-                added = {request.request_id: checksums}
-                self._newly_finished_kv_checksums = (
-                    self._newly_finished_kv_checksums | added
-                )
+                # Of its own, not the class's.
+                kv_checksums = self._newly_finished_kv_checksums or {}
+                kv_checksums[request.request_id] = checksums
+                self._newly_finished_kv_checksums = kv_checksums
 
         """,
     )
