@@ -66,7 +66,8 @@ LAYOUTS = [
 SHAPES = {
     "GQA": (4, 3, 16, 64),
     "one head, several tiles": (4, 1, 16, 1152),
-    "chunks beyond 16K pieces": (4, 2, 64, 8 * 160),
+    "units of 1,280 pieces": (4, 2, 64, 8 * 80),
+    "chunks beyond 16K pieces": (4, 2, 120, 8 * 160),
     "many heads": (4, 40, 4, 16),
     "4-byte pieces": (4, 5, 6, 132),
     "2-byte pieces": (4, 3, 10, 22),
@@ -75,9 +76,11 @@ SHAPES = {
 
 
 def rows_for(tokens, device="cpu"):
-    """Whole, partial and empty blocks of up to `tokens` tokens."""
-    rows = ROWS.clone()
-    rows[2] = torch.tensor([tokens, tokens - 1, 0, tokens // 2 + 1])
+    """Whole, partial and empty units of blocks of `tokens` tokens, the last ones first."""
+    rows, size = ROWS.clone(), reference.unit_size(tokens)
+    per_block = tokens // size
+    rows[0] = (rows[0] + 1) * per_block - 1 - torch.arange(4) % per_block
+    rows[2] = torch.tensor([size, size - 1, 0, size // 2 + 1])
     return rows.to(device)
 
 
@@ -86,10 +89,15 @@ ROWS = torch.tensor([[2, 0, 3, 1], [4096, 0, 12, 500_000], [0, 0, 0, 0]])
 
 def expected(cells, rows, layer=3, first_head=0):
     data = cells.numpy()
-    return [
-        reference.block_sum({layer: data[b]}, first, first + valid, first_head)
-        for b, first, valid in rows.T.tolist()
-    ]
+    size = reference.unit_size(data.shape[2])
+    per_block, sums = data.shape[2] // size, []
+    for unit, first, valid in rows.T.tolist():
+        at = unit % per_block * size
+        part = data[unit // per_block][:, at : at + size]
+        sums.append(
+            reference.block_sum({layer: part}, first, first + valid, first_head)
+        )
+    return sums
 
 
 def run(prepare, layers, rows):

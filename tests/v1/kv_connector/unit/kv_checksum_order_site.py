@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 import kv_checksum_instances as rig
+import kv_checksum_reference as reference
 import kv_checksum_utils as u
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -63,7 +64,8 @@ def right_blocks(prompt: tuple[int, ...]) -> list[list[int]]:
 def right_payload(prompt: tuple[int, ...]) -> KVChecksumPayload:
     values = np.array([sum(b) & MASK for b in right_blocks(prompt)], np.uint64)
     group = GroupChecksums(FINGERPRINT, BLOCK, 0, values)
-    return KVChecksumPayload(len(prompt), WORKERS, {0: group})
+    digest = reference.prompt_digest(list(prompt))
+    return KVChecksumPayload(len(prompt), WORKERS, {0: group}, digest)
 
 
 @cache

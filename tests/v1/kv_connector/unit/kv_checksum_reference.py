@@ -36,8 +36,49 @@ def slice_sum(
     j = position * np.uint64(pieces) + np.arange(pieces, dtype=np.uint64)
     w = np.uint64(m) * (np.uint64(2) * j + np.uint64(1))
     y = (x ^ (x >> np.uint64(33))) * w
-    term = y ^ (y >> np.uint64(32))
+    t = (y >> np.uint64(32)) * np.uint64(0x9E3779B1)
+    term = y ^ ((t ^ (t >> np.uint64(32))) & np.uint64(0xFFFFFFFF))
     return int(term[position[:, 0] < num_tokens].sum(dtype=np.uint64))
+
+
+def unit_size(block_size: int) -> int:
+    """Tokens that a sum is of."""
+    return 16 if block_size % 16 == 0 else block_size
+
+
+def unit_sums(
+    layers: dict[int, np.ndarray], first: int, num_tokens: int, first_head: int = 0
+) -> list[int]:
+    """Sums of one block's units; `layers` as `block_sum`."""
+    (tokens,) = {heads.shape[1] for heads in layers.values()}
+    size = unit_size(tokens)
+    return [
+        block_sum(
+            {n: heads[:, at : at + size] for n, heads in layers.items()},
+            first + at,
+            num_tokens,
+            first_head,
+        )
+        for at in range(0, tokens, size)
+    ]
+
+
+def by_blocks(sums: list[int], block_size: int) -> list[int]:
+    """Sums of whole blocks, from those of their units."""
+    number = block_size // unit_size(block_size)
+    return [sum(sums[i : i + number]) & MASK for i in range(0, len(sums), number)]
+
+
+def prompt_digest(token_ids: list[int]) -> int:
+    """What a payload says of the prompt that it was made for."""
+    total = len(token_ids)
+    for j in range(0, len(token_ids), 2):
+        low, high = (*token_ids[j : j + 2], 0)[:2]
+        x = low | high << 32
+        y = (x ^ (x >> 33)) * GOLDEN * (j + 1) & MASK
+        t = (y >> 32) * 0x9E3779B1
+        total += y ^ ((t ^ (t >> 32)) & (2**32 - 1))
+    return total & MASK or 1
 
 
 def block_sum(

@@ -89,21 +89,22 @@ def send_record(w, blocks: KVChecksumBlocks, req_id="r") -> KVChecksumRecord:
 
 
 def whole_sums(workers, blocks, group_id=0) -> list[list[int]]:
-    """Per replica check, the block sums of all workers together."""
+    """Per replica check, the units' sums of all workers together."""
     records = [send_record(w, blocks) for w in workers]
     checks = replica_checks(add_records(records, "r", group_id))
     return [[int(v) for v in check] for check in checks]
 
 
 def expected_sums(layers: dict[int, torch.Tensor], ids, start, num_tokens) -> list[int]:
-    """The definition over global caches: layer number -> ``[B, H, N, C]``."""
+    """The definition over global caches: layer number -> ``[B, H, N, C]``, by units."""
     data = {n: reference.logical_bytes(c) for n, c in layers.items()}
     size = next(iter(data.values())).shape[2]
     return [
-        reference.block_sum(
+        value
+        for i, block in enumerate(ids)
+        for value in reference.unit_sums(
             {n: d[block] for n, d in data.items()}, (start + i) * size, num_tokens
         )
-        for i, block in enumerate(ids)
     ]
 
 

@@ -7,11 +7,13 @@ from itertools import product
 from pathlib import Path
 
 import kv_checksum_reference as reference
+import kv_checksum_utils as u
 import numpy as np
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from vllm.distributed.kv_transfer.kv_checksum import torch_path
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, torch_path
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     checksum_terms,
     slice_factor,
@@ -51,16 +53,20 @@ def view_of(blocks: np.ndarray, layer: int) -> LayerView:
 
 
 def rows_for(start: int, blocks: int, block_size: int, num_tokens: int) -> torch.Tensor:
-    first = (start + np.arange(blocks)) * block_size
-    valid = np.clip(num_tokens - first, 0, block_size)
-    return torch.from_numpy(np.stack([np.arange(blocks), first, valid]))
+    size = reference.unit_size(block_size)
+    units = np.arange(blocks * block_size // size)
+    first = start * block_size + units * size
+    valid = np.clip(num_tokens - first, 0, size)
+    return torch.from_numpy(np.stack([units, first, valid]))
 
 
 def torch_sums(case_layers: dict[int, np.ndarray], rows: torch.Tensor) -> list[int]:
+    """Per block, from `rows` of all of its units."""
     out = torch.zeros(rows.shape[1], dtype=torch.int64)
     for layer, blocks in case_layers.items():
         torch_path.prepare([view_of(blocks, layer)])(rows, out)
-    return [int(v) for v in out.numpy().view(np.uint64)]
+    sums = [int(v) for v in out.numpy().view(np.uint64)]
+    return reference.by_blocks(sums, next(iter(case_layers.values())).shape[2])
 
 
 @pytest.mark.parametrize("case", VECTORS, ids=lambda c: c["name"])
@@ -78,6 +84,32 @@ def test_known_answers(case):
     ]
     rows = rows_for(case["start"], case["blocks"], size, case["num_tokens"])
     assert torch_sums(layers, rows) == expected
+
+
+@pytest.mark.parametrize("case", VECTORS, ids=lambda c: c["name"])
+def test_known_answers_of_a_worker(case):
+    """Latents of so many bytes; a worker's sums of units add up to the answers."""
+    size, width = case["block_size"], case["cell_bytes"] // 2
+    spec = MLAAttentionSpec(
+        block_size=size,
+        num_kv_heads=case["heads"],
+        head_size=width,
+        dtype=torch.bfloat16,
+    )
+    layers = {u.names(n)[0]: vector_blocks(case, n) for n in case["layers"]}
+    caches = {
+        name: torch.from_numpy(data.copy()).view(torch.bfloat16)
+        for name, data in layers.items()
+    }
+    worker = u.worker(u.config(case["blocks"], (layers, spec)), caches)
+    blocks = KVChecksumBlocks(
+        case["num_tokens"], {0: (case["start"], range(case["blocks"]))}
+    )
+    group = u.send_record(worker, blocks).checksums["r"][0]
+    unit = reference.unit_size(size)
+    assert group.start * unit == case["start"] * size
+    sums = [int(value) for value in group.values[:, 0]]
+    assert reference.by_blocks(sums, size) == [int(v, 16) for v in case["expected"]]
 
 
 @pytest.mark.parametrize("limit", [1, 4096, 100_000])

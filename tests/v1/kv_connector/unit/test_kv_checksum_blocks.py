@@ -26,10 +26,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm.distributed.kv_transfer.kv_checksum.blocks import (
+    Units,
     blocks_given_up,
     loaded_blocks,
     sent_blocks,
-    summed_block_size,
+    units_of_group,
 )
 
 CELL = dict(num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -175,8 +176,11 @@ def test_states_count_as_one_token_whatever_their_block_size():
         block_size=512, kv_cache_specs={"model.layers.9.mixer": state_spec()}
     )
     cfg.kv_cache_groups[0].kv_cache_spec = wrapped
-    assert summed_block_size(cfg, 0) == summed_block_size(cfg, 1) == 1
-    assert summed_block_size(config_of(u.full_spec(block_size=32)), 0) == 32
+    assert units_of_group(cfg, 0) == units_of_group(cfg, 1) == Units(1, 1)
+    sizes = {16: (16, 1), 64: (16, 4), 48: (16, 3), 24: (24, 1), 8: (8, 1)}
+    for size, expected in sizes.items():
+        units = units_of_group(config_of(u.full_spec(block_size=size)), 0)
+        assert units == Units(*expected) and units.block_size == size
     assert u.groups_of(sent_blocks(cfg, ([3], [4]), 9).blocks)[0] == (0, [3])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import kv_checksum_compiled as compiled
 import pytest
 
-MAX_INSTRUCTIONS_PER_PIECE = 20
+MAX_INSTRUCTIONS_PER_PIECE = 21
 """An H200 can issue about 25 per 8-byte piece at full memory speed."""
 
 

@@ -24,20 +24,21 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, formats
+from vllm.distributed.kv_transfer.kv_checksum.blocks import Units
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     add_records,
     replica_checks,
+)
+from vllm.distributed.kv_transfer.kv_checksum.group_comparison import (
+    LocalGroup,
+    judge,
 )
 from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     GroupChecksums,
     KVChecksumPayload,
 )
-from vllm.distributed.kv_transfer.kv_checksum.verdict import (
-    LocalGroup,
-    Unverified,
-    judge,
-)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 FP8 = dict(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
@@ -206,7 +207,7 @@ def verdict_of(p, d):
         checks.append(replica_checks(add_records([record], "r", 0)))
     sent = GroupChecksums(p.groups[0].fingerprint, 16, 1, np.asarray(checks[0][0]))
     payload = KVChecksumPayload(57, 1, {0: sent})
-    local = LocalGroup(d.groups[0].fingerprint, 16, 1, checks[1])
+    local = LocalGroup(d.groups[0].fingerprint, Units(16, 1), 1, checks[1])
     return judge(payload, {0: local}, 57)
 
 

@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+import kv_checksum_reference as reference
 import kv_checksum_store as store
 import kv_checksum_utils as u
 import numpy as np
@@ -69,8 +70,8 @@ def test_a_block_s_hash_is_that_of_its_last_hash_block():
     ]
 
 
-def caches(tp=1, layers=3, heads=2, seed=0):
-    spec = u.full_spec(heads * tp)
+def caches(tp=1, layers=3, heads=2, seed=0, block_size=16):
+    spec = u.full_spec(heads * tp, block_size)
     whole = {n: u.random_cache(20, spec, seed=n + seed) for n in range(layers)}
     ranks = [
         {n: c[:, r * heads : (r + 1) * heads] for n, c in whole.items()}
@@ -83,13 +84,15 @@ def workers_of(ranks, name=lambda n: u.names(n)[0], heads=2):
     made = []
     for rank, kv in enumerate(ranks):
         named = {name(n): c for n, c in kv.items()}
-        cfg = u.config(20, (list(named), u.full_spec(heads)))
+        (size,) = {cache.shape[2] for cache in kv.values()}
+        cfg = u.config(20, (list(named), u.full_spec(heads, size)))
         made.append(u.worker(cfg, named, tp_rank=rank, tp_size=len(ranks)))
     return made
 
 
-def test_entries_are_each_rank_s_own_sums_under_their_tags():
-    whole, ranks = caches(tp=2)
+@pytest.mark.parametrize("size", [8, 16, 48])
+def test_entries_are_each_rank_s_own_sums_under_their_tags(size):
+    whole, ranks = caches(tp=2, block_size=size)
     ids = [4, 9, 11]
     total = np.zeros(3, np.uint64)
     for worker in workers_of(ranks):
@@ -100,7 +103,8 @@ def test_entries_are_each_rank_s_own_sums_under_their_tags():
         tags = block_checksum_tags(HASHES[:3], worker.groups[0].fingerprint)
         total += entries[ids].numpy().view(np.uint64) ^ tags
         assert entries[5] == 99
-    assert [int(v) for v in total] == u.expected_sums(whole, ids, 2, 5 * 16)
+    sums = u.expected_sums(whole, ids, 2, 5 * size)
+    assert [int(v) for v in total] == reference.by_blocks(sums, size)
 
 
 def test_saving_needs_entries_and_entries_need_a_summed_group():
@@ -115,13 +119,15 @@ def test_saving_needs_entries_and_entries_need_a_summed_group():
 # ---- a load on one worker
 
 
-def stored_load(damage=lambda kv, entries: None, loader=None, hashes=HASHES[:3]):
+def stored_load(
+    damage=lambda kv, entries: None, loader=None, hashes=HASHES[:3], size=16
+):
     """Store three blocks, load them elsewhere into other blocks; the verdict."""
-    _, (kv,) = caches()
+    _, (kv,) = caches(block_size=size)
     (saver,) = workers_of([kv])
     saved = saver.init_block_checksums([0])
     saver.save_block_checksums([BlockRun(0, 1, [4, 5, 6], HASHES[:3])])
-    _, (other,) = caches(seed=50)
+    _, (other,) = caches(seed=50, block_size=size)
     (worker,) = loader([other]) if loader else workers_of([other])
     entries = worker.init_block_checksums([0])
     for source, target in ((4, 12), (5, 2), (6, 7)):
@@ -129,11 +135,12 @@ def stored_load(damage=lambda kv, entries: None, loader=None, hashes=HASHES[:3])
             cache[target] = kv[n][source]
         entries[target] = saved[source]
     damage(other, entries)
-    blocks = KVChecksumBlocks(64, {0: (1, [12, 2, 7])}, stored=True)
+    blocks = KVChecksumBlocks(4 * size, {0: (1, [12, 2, 7])}, stored=True)
     worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))
     assert worker.post_forward(None, set(), set()) is None
     (record,) = worker.post_forward({"r"}, set(), set()).finalize()
-    return compare_stored([record], "r", 0, 1, hashes)
+    units = size // reference.unit_size(size)
+    return compare_stored([record], "r", 0, 1, hashes, units)
 
 
 def flip(kv, entries):
@@ -166,8 +173,9 @@ def other_layers(kvs):
     ],
     ids=["intact", "flip", "swap", "lost entry", "other layers", "other prefix"],
 )
-def test_a_load_is_compared_with_what_was_stored(case, positions):
-    verdict = stored_load(**case)
+@pytest.mark.parametrize("size", [16, 64])
+def test_a_load_is_compared_with_what_was_stored(case, positions, size):
+    verdict = stored_load(**case, size=size)
     assert (verdict.first, verdict.compared, verdict.positions) == (1, 3, positions)
     assert [d.position for d in verdict.samples] == positions
     assert all(d.expected != d.found for d in verdict.samples)

@@ -2,6 +2,7 @@
 """Payloads: round trips, and that nothing but ValueError comes of bad ones."""
 
 import base64
+import struct
 import tracemalloc
 
 import msgspec
@@ -14,11 +15,12 @@ from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     GroupChecksums,
     KVChecksumPayload,
+    OtherCopies,
 )
 
 
-def make(num_tokens=100, block_size=16, start=0, groups=2) -> KVChecksumPayload:
-    blocks = -(-num_tokens // block_size) - start
+def make(num_tokens=100, unit_size=16, start=0, groups=2) -> KVChecksumPayload:
+    units = -(-num_tokens // unit_size) - start
     rng = np.random.default_rng(num_tokens)
     return KVChecksumPayload(
         num_tokens,
@@ -26,25 +28,37 @@ def make(num_tokens=100, block_size=16, start=0, groups=2) -> KVChecksumPayload:
         {
             g: GroupChecksums(
                 2**64 - 1 - g,
-                block_size,
+                unit_size,
                 start,
-                rng.integers(0, 2**64, blocks, dtype=np.uint64),
+                rng.integers(0, 2**64, units, dtype=np.uint64),
+                None if g % 2 else copies_of(units),
             )
             for g in range(groups)
         },
+        2**64 - 5,
+        num_tokens,
+    )
+
+
+def copies_of(units: int) -> OtherCopies:
+    """Two copies: the first differs everywhere, the second in the last unit."""
+    at = np.append(np.arange(units), units - 1)
+    return OtherCopies(
+        at * 0 + (np.arange(units + 1) == units), at, at.astype(np.uint64)
     )
 
 
 def same(a: KVChecksumPayload, b: KVChecksumPayload) -> bool:
-    return (a.num_tokens, a.tp_size, a.groups.keys()) == (
-        b.num_tokens,
-        b.tp_size,
-        b.groups.keys(),
-    ) and all(
-        (x.fingerprint, x.block_size, x.start) == (y.fingerprint, y.block_size, y.start)
-        and np.array_equal(x.values, y.values)
-        for x, y in ((a.groups[g], b.groups[g]) for g in a.groups)
-    )
+    def plain(payload):
+        groups = {
+            i: (g.fingerprint, g.unit_size, g.start, g.values.tolist())
+            + tuple(x.tolist() for x in g.copies or ())
+            for i, g in payload.groups.items()
+        }
+        digests = payload.prompt, payload.inputs
+        return payload.num_tokens, payload.tp_size, digests, groups
+
+    return plain(a) == plain(b)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 1500, 131_072])
@@ -55,8 +69,9 @@ def test_round_trip(num_tokens):
 
 
 def test_size_of_a_long_request():
-    text = wire.encode_text(make(131_072, groups=1))
-    assert len(text) < 88_000
+    payload = make(131_072, groups=1)
+    payload.groups[0].copies = None
+    assert len(wire.encode_text(payload)) < 88_000
 
 
 def test_another_version_is_told_apart():
@@ -67,12 +82,24 @@ def test_another_version_is_told_apart():
         wire.decode(msgspec.msgpack.encode((version + 1, "anything")))
 
 
-_GROUP = msgspec.msgpack.encode((1, 16, 0, b"12345678"))
+VERSION_1 = bytes.fromhex("9201932801810094cd12341000c418") + bytes(24)
+"""Of version 1: 40 tokens, TP 1, group 0 with 3 blocks of 16 tokens."""
+
+
+def test_version_1_is_told_apart():
+    with pytest.raises(wire.PayloadVersionError, match="payload version 1"):
+        wire.decode(VERSION_1)
+    # And that side tells by the same first number.
+    outer = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+    assert outer.decode(VERSION_1)[0] == 1 and outer.decode(wire.encode(make()))[0] == 2
+
+
+_GROUP = msgspec.msgpack.encode((1, 16, 0, b"12345678", b""))
 
 
 def _outer(groups: bytes) -> bytes:
     """A payload of 16 tokens whose groups are written byte by byte."""
-    return b"\x92\x01\x93\x10\x01" + groups
+    return b"\x92\x02\x95\x10\x01\x00\x00" + groups
 
 
 def _two_groups(first: bytes, second: bytes, count: bytes = b"\x82") -> bytes:
@@ -91,30 +118,46 @@ def test_as_many_groups_as_there_may_be(number):
     assert same(wire.decode(wire.encode(payload)), payload)
 
 
+def _bad(num_tokens, tp_size, groups, digests=(1, 0)) -> bytes:
+    return msgspec.msgpack.encode(
+        (wire.PAYLOAD_VERSION, (num_tokens, tp_size, *digests, groups))
+    )
+
+
+def _copies(*entries) -> bytes:
+    """A payload of 3 values with entries of copies: copy, index, value."""
+    data = b"".join(struct.pack("<HIQ", *entry) for entry in entries)
+    return _bad(40, 1, {0: (1, 16, 0, bytes(24), data)})
+
+
 BAD = {
     "empty": b"",
     "no msgpack": b"\xc1",
     "a number": msgspec.msgpack.encode(7),
-    "no body": msgspec.msgpack.encode((1,)),
-    "body is a map": msgspec.msgpack.encode((1, {})),
-    "negative tokens": msgspec.msgpack.encode((1, (-1, 1, {}))),
-    "no ranks": msgspec.msgpack.encode((1, (1, 0, {}))),
-    "group is text": msgspec.msgpack.encode((1, (1, 1, {0: "x"}))),
-    "odd values": msgspec.msgpack.encode((1, (16, 1, {0: (1, 16, 0, b"1234567")}))),
-    "too many blocks": msgspec.msgpack.encode(
-        (1, (16, 1, {0: (1, 16, 0, b"12345678" * 2)}))
-    ),
-    "block size 0": msgspec.msgpack.encode((1, (16, 1, {0: (1, 0, 0, b"")}))),
-    "fingerprint -1": msgspec.msgpack.encode((1, (16, 1, {0: (-1, 16, 0, b"")}))),
-    "group -1": msgspec.msgpack.encode((1, (16, 1, {-1: (1, 16, 0, b"")}))),
+    "no body": msgspec.msgpack.encode((2,)),
+    "body is a map": msgspec.msgpack.encode((2, {})),
+    "negative tokens": _bad(-1, 1, {}),
+    "no ranks": _bad(1, 0, {}),
+    "digest -1": _bad(1, 1, {}, (-1, 0)),
+    "digest of 9 bytes": b"\x92\x02\x95\x01\x01\xc4\x09123456789\x00\x80",
+    "a digest of text": _bad(1, 1, {}, (1, "x")),
+    "no digests": msgspec.msgpack.encode((2, (1, 1, {}))),
+    "group is text": _bad(1, 1, {0: "x"}),
+    "odd values": _bad(16, 1, {0: (1, 16, 0, b"1234567", b"")}),
+    "too many units": _bad(16, 1, {0: (1, 16, 0, b"12345678" * 2, b"")}),
+    "unit size 0": _bad(16, 1, {0: (1, 0, 0, b"", b"")}),
+    "fingerprint -1": _bad(16, 1, {0: (-1, 16, 0, b"", b"")}),
+    "group -1": _bad(16, 1, {-1: (1, 16, 0, b"", b"")}),
+    "no copies": _bad(16, 1, {0: (1, 16, 0, b"")}),
+    "odd copies": _bad(16, 1, {0: (1, 16, 0, b"12345678", b"1" * 15)}),
+    "a copy of a unit that is not there": _copies((0, 3, 7)),
+    "a copy's unit twice": _copies((0, 1, 7), (0, 1, 8)),
+    "units in disorder": _copies((0, 1, 7), (0, 0, 8)),
+    "copies in disorder": _copies((1, 0, 7), (0, 1, 8)),
     "nested arrays": b"\x91" * 100_000,
-    "nested in the body": b"\x92\x01" + b"\x91" * 100_000,
-    "8 MB, well-formed": msgspec.msgpack.encode(
-        (1, (2**24, 1, {0: (1, 16, 0, bytes(8 * 2**20))}))
-    ),
-    "many groups": msgspec.msgpack.encode(
-        (1, (1, 1, {2**20 + g: (1, 1, 0, b"") for g in range(300_000)}))
-    ),
+    "nested in the body": b"\x92\x02" + b"\x91" * 100_000,
+    "8 MB, well-formed": _bad(2**24, 1, {0: (1, 16, 0, bytes(8 * 2**20), b"")}),
+    "many groups": _bad(1, 1, {2**20 + g: (1, 1, 0, b"", b"") for g in range(300_000)}),
     "group twice": _two_groups(b"\x00", b"\x00"),
     **{
         f"group twice, {name}": _two_groups(b"\x07", other)
@@ -132,7 +175,7 @@ BAD = {
         b"\x07", b"\x07", b"\xdf\x00\x00\x00\x02"
     ),
     "4,096 times one group": _outer(b"\xde\x10\x00" + (b"\x07" + _GROUP) * 4096),
-    "promises 4 GB": b"\x92\x01\xdd\xff\xff\xff\xff",
+    "promises 4 GB": b"\x92\x02\xdd\xff\xff\xff\xff",
 }
 
 

@@ -175,11 +175,11 @@ def number_of(name):
 
 
 def attention_sums(ranks, group, blocks, check):
-    """Per block, over the layers; of replicated heads, copy `check`."""
+    """Per unit, over the layers; of replicated heads, copy `check`."""
     start, ids = blocks.groups[group]
     totals = []
     for i, block in enumerate(ids):
-        total = 0
+        total = np.uint64(0)
         for rank, r in enumerate(ranks):
             spec_group = r.cfg.kv_cache_groups[group]
             spec = spec_group.kv_cache_spec
@@ -190,10 +190,10 @@ def attention_sums(ranks, group, blocks, check):
                 number_of(n): r.cells(n, spec, block) for n in spec_group.layer_names
             }
             first_head = 0 if replicated else rank * spec.num_kv_heads
-            total += reference.block_sum(
-                cells, (start + i) * spec.block_size, blocks.num_tokens, first_head
-            )
-        totals.append(total % 2**64)
+            first = (start + i) * spec.block_size
+            sums = reference.unit_sums(cells, first, blocks.num_tokens, first_head)
+            total = total + np.array(sums, np.uint64)
+        totals += total.tolist()
     return totals
 
 

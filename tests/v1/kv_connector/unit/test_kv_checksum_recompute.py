@@ -87,7 +87,7 @@ def test_a_recompute_starts_at_the_first_bad_block(model, local, position, ahead
 
 
 @pytest.mark.parametrize(
-    ("p_size", "d_size", "position", "kept"), [(32, 16, 5, 64), (16, 32, 2, 64)]
+    ("p_size", "d_size", "position", "kept"), [(32, 16, 5, 80), (16, 32, 2, 64)]
 )
 def test_at_different_block_sizes(model, p_size, d_size, position, kept):
     p, d = pair(model, dict(block_size=p_size), dict(RECOMPUTE, block_size=d_size))

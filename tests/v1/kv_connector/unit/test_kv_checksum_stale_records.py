@@ -137,9 +137,9 @@ def test_stored_checksums_of_a_worker_that_reports_part(lost):
         blocks = KVChecksumBlocks(32, {0: (0, [3, 4])}, stored=True)
         worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))
     records = [w.post_forward({"r"}, set(), set()).finalize()[0] for w in workers]
-    assert compare_stored(records, "r", 0, 0, HASHES[:2]).unverified is None
+    assert compare_stored(records, "r", 0, 0, HASHES[:2], 1).unverified is None
     table = getattr(records[-1], lost)
     del (table if lost == "fingerprints" else table["r"])[0]
-    verdict = compare_stored(records, "r", 0, 0, HASHES[:2])
+    verdict = compare_stored(records, "r", 0, 0, HASHES[:2], 1)
     assert verdict.unverified in (Unverified.OTHER_BLOCKS, Unverified.ONE_SIDE_ONLY)
     assert verdict.compared == 0

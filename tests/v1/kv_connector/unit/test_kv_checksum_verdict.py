@@ -4,15 +4,20 @@
 import numpy as np
 import pytest
 
-from vllm.distributed.kv_transfer.kv_checksum.payload import GroupChecksums
+from vllm.distributed.kv_transfer.kv_checksum.blocks import Units
+from vllm.distributed.kv_transfer.kv_checksum.group_comparison import (
+    LocalGroup,
+    compare_group,
+)
+from vllm.distributed.kv_transfer.kv_checksum.payload import GroupChecksums, OtherCopies
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Difference,
     GroupVerdict,
     LoadVerdict,
-    LocalGroup,
     Unverified,
-    compare_group,
 )
+
+BLOCKS_OF_16 = Units(16, 1)
 
 
 def values(number):
@@ -26,29 +31,32 @@ def sent(number, block_size=16):
 def test_one_bad_replica_is_enough_and_its_value_is_shown():
     good, bad = values(4), values(4)
     bad[2] += np.uint64(1)
-    verdict = compare_group(sent(4), 64, LocalGroup(1, 16, 0, [good, bad, good]), 64)
+    verdict = compare_group(
+        sent(4), 64, LocalGroup(1, BLOCKS_OF_16, 0, [good, bad, good]), 64
+    )
     assert verdict.positions == [2] and verdict.compared == 4
     assert verdict.samples == [Difference(2, int(good[2]), int(bad[2]))]
 
 
 @pytest.mark.parametrize("tokens", [64, 50, 40])
 def test_smaller_blocks_of_a_bad_chunk_are_named_up_to_the_last_token(tokens):
-    """P's blocks of 32 tokens against D's of 16."""
-    number = -(-tokens // 16)
-    theirs = sent(-(-tokens // 32), 32)
+    """P's blocks of 16 tokens against D's of 8, which are units of their own."""
+    number = -(-tokens // 8)
+    theirs = sent(-(-tokens // 16), 16)
     ours = np.zeros(number, np.uint64)
     ours[::2] = theirs.values
-    assert compare_group(theirs, tokens, LocalGroup(1, 16, 0, [ours]), tokens) == (
-        compare_group(theirs, tokens, LocalGroup(1, 16, 0, [ours, ours]), tokens)
-    )
+    once, twice = (LocalGroup(1, Units(8, 1), 0, [ours] * n) for n in (1, 2))
+    verdict = compare_group(theirs, tokens, once, tokens)
+    assert verdict == compare_group(theirs, tokens, twice, tokens)
+    assert verdict.unverified is None and verdict.positions == []
     ours[2] += np.uint64(1)
-    verdict = compare_group(theirs, tokens, LocalGroup(1, 16, 0, [ours]), tokens)
-    assert verdict.positions == list(range(2, number))
+    verdict = compare_group(theirs, tokens, once, tokens)
+    assert verdict.positions == [2, 3]
     assert verdict.compared == number
 
 
 def test_few_samples_of_many_differences():
-    local = LocalGroup(1, 16, 0, [values(1000) + np.uint64(1)])
+    local = LocalGroup(1, BLOCKS_OF_16, 0, [values(1000) + np.uint64(1)])
     verdict = compare_group(sent(1000), 16000, local, 16000)
     assert len(verdict.positions) == 1000
     assert [d.position for d in verdict.samples] == [0, 1, 2]
@@ -63,14 +71,92 @@ def test_a_group_of_which_nothing_was_compared_is_not_verified():
 
 
 def test_what_counts_as_good_before_the_first_bad_block():
-    """P's blocks of 32 tokens from its second one on, D's of 16."""
-    theirs = GroupChecksums(1, 32, 1, values(3))
-    local = LocalGroup(1, 16, 0, [np.repeat(theirs.values, 2)])
+    """D's blocks of 32 tokens, of whose second one P sent the second half alone."""
+    theirs = GroupChecksums(1, 16, 3, values(5))
+    sums = np.concatenate([values(1), theirs.values])
+    sums[3:] += np.uint64(1)
+    local = LocalGroup(1, Units(16, 2), 1, [sums])
     group = compare_group(theirs, 128, local, 128)
-    assert group.first == 2 and group.positions[0] == 2
-    verdict = LoadVerdict({0: group})
-    assert [verdict.good_blocks(0, start) for start in (0, 1, 2)] == [0, 0, 2]
-    assert LoadVerdict({0: GroupVerdict(2, 4)}).good_blocks(0, 2) == 0
+    assert (group.first, group.partial, group.positions) == (1, True, [2, 3])
+    assert LoadVerdict({0: group}).good_blocks(0) == 0
+    theirs = GroupChecksums(1, 16, 2, sums.copy())
+    sums[3] += np.uint64(1)
+    group = compare_group(theirs, 128, local, 128)
+    assert (group.first, group.partial, group.positions) == (1, False, [2])
+    assert LoadVerdict({0: group}).good_blocks(0) == 2
+    assert LoadVerdict({0: GroupVerdict(2, 4)}).good_blocks(0) == 0
+
+
+@pytest.mark.parametrize(("bad", "block"), [(0, 0), (3, 0), (4, 1), (8, 2)])
+def test_a_unit_that_differs_makes_its_block_bad(bad, block):
+    """D's blocks of 64 tokens against P's of whatever multiple of 16."""
+    theirs = sent(9)
+    sums = np.concatenate([values(9), np.zeros(3, np.uint64)])
+    sums[bad] ^= np.uint64(1)
+    verdict = compare_group(theirs, 130, LocalGroup(1, Units(16, 4), 0, [sums]), 130)
+    assert (verdict.compared, verdict.positions) == (3, [block])
+    (sample,) = verdict.samples
+    value = int(values(9)[bad])
+    assert sample == Difference(block, value, value ^ 1)
+
+
+def test_units_past_the_last_token_are_not_compared():
+    """A block of 64 tokens that holds 20, and one that holds none."""
+    sums = np.concatenate([values(2), np.full(6, 9, np.uint64)])
+    local = LocalGroup(1, Units(16, 4), 0, [sums])
+    verdict = compare_group(sent(2), 20, local, 20)
+    assert (verdict.compared, verdict.positions, verdict.unverified) == (1, [], None)
+
+
+# ---- replicas of the producer
+
+
+def copies_of(*entries):
+    copy, at, found = zip(*entries, strict=True)
+    return OtherCopies(np.array(copy), np.array(at), np.array(found, np.uint64))
+
+
+def with_copies(unit_size=16):
+    """Six values; copy 0 differs at 1 and 4, copy 1 at 4 in another way."""
+    return GroupChecksums(
+        1, unit_size, 0, values(6), copies_of((0, 1, 100), (0, 4, 101), (1, 4, 102))
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({}, []),
+        ({1: 100}, []),
+        ({1: 100, 4: 101}, []),
+        ({4: 102}, []),
+        ({4: 100}, [4]),
+        ({1: 101}, [1]),
+        ({0: 100}, [0]),
+    ],
+)
+def test_each_copy_of_the_producer_is_right(changes, positions):
+    sums = values(6)
+    for at, value in changes.items():
+        sums[at] = value
+    local = LocalGroup(1, BLOCKS_OF_16, 0, [values(6), sums])
+    assert compare_group(with_copies(), 96, local, 96).positions == positions
+    local = LocalGroup(1, BLOCKS_OF_16, 1, [sums[1:]])
+    verdict = compare_group(with_copies(), 96, local, 96)
+    assert verdict.positions == [p for p in positions if p]
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [({}, []), ({4: 101}, []), ({4: 102}, []), ({1: 100, 4: 102}, []), ({4: 100}, [2])],
+)
+def test_copies_add_up_over_a_chunk(changes, positions):
+    """P's units of 8 tokens against D's of 16."""
+    sums = values(6)
+    for at, value in changes.items():
+        sums[at] = value
+    local = LocalGroup(1, BLOCKS_OF_16, 0, [np.add.reduceat(sums, [0, 2, 4])])
+    assert compare_group(with_copies(8), 48, local, 48).positions == positions
 
 
 @pytest.mark.parametrize(
@@ -83,10 +169,10 @@ def test_what_counts_as_good_before_the_first_bad_block():
 )
 def test_a_state_is_that_of_one_token_count(theirs, ours, reason):
     sums = GroupChecksums(1, 1, 0, values(1))
-    local = LocalGroup(1, 1, 0, [values(1)], is_state=True)
+    local = LocalGroup(1, Units(1, 1), 0, [values(1)], is_state=True)
     verdict = compare_group(sums, theirs, local, ours)
     assert verdict.unverified is reason and verdict.compared == (reason is None)
-    local = LocalGroup(1, 1, 0, [values(1) + np.uint64(1)], is_state=True)
+    local = LocalGroup(1, Units(1, 1), 0, [values(1) + np.uint64(1)], is_state=True)
     assert compare_group(sums, theirs, local, ours).positions == [0] * (reason is None)
 
 
@@ -110,7 +196,9 @@ def test_verified_means_that_every_loaded_block_was_compared(
     number = -(-our_tokens // 16)
     sums = values(7)[1:number]
     sums[2] += np.uint64(bad)
-    verdict = compare_group(theirs, 100, LocalGroup(1, 16, 1, [sums]), our_tokens)
+    verdict = compare_group(
+        theirs, 100, LocalGroup(1, BLOCKS_OF_16, 1, [sums]), our_tokens
+    )
     assert verdict.unverified is reason
     assert verdict.positions == [3] * bad
     load = LoadVerdict({0: verdict})
@@ -122,12 +210,11 @@ def test_verified_means_that_every_loaded_block_was_compared(
 def test_of_a_window_the_producer_may_have_given_up_the_first_block():
     """D's blocks of 32 tokens; P's of 16, the first of which had left its window."""
     theirs = GroupChecksums(1, 16, 1, values(6)[1:])
-    sums = np.add.reduceat(values(6), [0, 2, 4])
-    verdict = compare_group(
-        theirs, 96, LocalGroup(1, 32, 0, [sums], is_window=True), 96
-    )
-    assert (verdict.first, verdict.compared, verdict.unverified) == (1, 2, None)
-    verdict = compare_group(theirs, 96, LocalGroup(1, 32, 0, [sums]), 96)
+    local = LocalGroup(1, Units(16, 2), 0, [values(6)], is_window=True)
+    verdict = compare_group(theirs, 96, local, 96)
+    assert verdict == GroupVerdict(0, 3, partial=True)
+    local.is_window = False
+    verdict = compare_group(theirs, 96, local, 96)
     assert verdict.unverified is Unverified.OTHER_BLOCKS
 
 

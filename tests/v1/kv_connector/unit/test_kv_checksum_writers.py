@@ -84,7 +84,8 @@ class Sums:
         }
         self.worker.bind(KVChecksumScheduled(reqs_to_send=blocks))
         (record,) = self.worker.post_forward(None, set(), set()).finalize()
-        values = [u.values_of(record, req_id)[0] for req_id in blocks]
+        # Of whatever unit of the block.
+        values = [u.values_of(record, req_id) for req_id in blocks]
         return {at for at in range(self.page) if values[at] != values[self.page]}
 
 

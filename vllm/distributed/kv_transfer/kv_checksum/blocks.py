@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from .checksum import STATE_BLOCK_SIZE, KVChecksumBlocks
+from .checksum import STATE_BLOCK_SIZE, KVChecksumBlocks, unit_size
 
 _NULL_BLOCK = 0
 
@@ -192,13 +192,30 @@ def holds_states(kv_cache_config: Any, group_id: int) -> bool:
     return isinstance(group_spec(kv_cache_config, group_id), MambaSpec)
 
 
-def summed_block_size(kv_cache_config: Any, group_id: int) -> int:
-    """Tokens that one block counts for; a state counts as one, whatever its block.
+@dataclass(frozen=True)
+class Units:
+    """How a group's blocks are cut into units.
+
+    Attributes:
+        size: tokens of a unit.
+        per_block: units of a block.
+    """
+
+    size: int
+    per_block: int
+
+    @property
+    def block_size(self) -> int:
+        return self.size * self.per_block
+
+
+def units_of_group(kv_cache_config: Any, group_id: int) -> Units:
+    """How a group's blocks are summed; a state counts as one token, whatever its block.
 
     So states are compared at any block sizes, and without the rule for the last
-    block's tokens.
+    unit's tokens.
     """
-    if holds_states(kv_cache_config, group_id):
-        return STATE_BLOCK_SIZE
     size: int = group_spec(kv_cache_config, group_id).block_size
-    return size
+    if holds_states(kv_cache_config, group_id):
+        size = STATE_BLOCK_SIZE
+    return Units(unit_size(size), size // unit_size(size))

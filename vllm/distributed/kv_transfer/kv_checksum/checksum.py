@@ -6,11 +6,13 @@ place (layer, KV head, token position) of every piece of them. Not protected:
 slots past ``num_tokens``, padding, and scales kept outside the cache. It finds
 corruption and misplacement; it is no cryptographic hash.
 
-The value of one block is the sum, mod 2**64, of ``term(x, w)`` over its pieces
+The value of some tokens is the sum, mod 2**64, of ``term(x, w)`` over their pieces
 ``x``, with ``w = m * (2*j + 1)``, ``j`` the piece's number in the request
 (``token * pieces_per_token + piece``) and ``m`` the factor of its layer and
 head. Weights are odd and every step of the term is a bijection of ``x``, so a
-change of any one piece always shows.
+change of any one piece always shows. Values of consecutive tokens add up, so they
+are summed, sent and compared in *units* of a block (`unit_size`), which fit
+together whatever the block sizes of the two sides are.
 """
 
 from collections.abc import Iterable
@@ -25,7 +27,14 @@ MAX_KV_HEADS_PER_LAYER = 2**16
 GOLDEN_FACTOR = 0x9E3779B97F4A7C15
 """2**64 / golden ratio, odd: gives small layer and head numbers large weights."""
 
+FOLD_FACTOR = 0x9E3779B1
+"""2**32 / golden ratio, odd: the last fold of a term multiplies by it, so that its
+changes do not add up evenly even where pieces have few bits set."""
+
 MASK64 = 2**64 - 1
+
+UNIT_TOKENS = 16
+"""Tokens of a unit, where the block size is a multiple of it."""
 
 STATE_BLOCK_SIZE = 1
 """A block that holds a state (Mamba) counts as the request's first token alone."""
@@ -72,10 +81,16 @@ def slice_factor(layer: int, head: int) -> int:
     return GOLDEN_FACTOR * (2 * (layer * MAX_KV_HEADS_PER_LAYER + head) + 1) & MASK64
 
 
+def unit_size(block_size: int) -> int:
+    """Tokens of a unit: the part of a block that has a sum of its own."""
+    return block_size if block_size % UNIT_TOKENS else UNIT_TOKENS
+
+
 def checksum_terms(pieces: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Terms of uint64 `pieces` under odd uint64 `weights` (broadcast together)."""
     mixed = (pieces ^ (pieces >> np.uint64(33))) * weights
-    return mixed ^ (mixed >> np.uint64(32))
+    folded = (mixed >> np.uint64(32)) * np.uint64(FOLD_FACTOR)
+    return mixed ^ ((folded ^ (folded >> np.uint64(32))) & np.uint64(2**32 - 1))
 
 
 @dataclass
@@ -128,9 +143,9 @@ class KVChecksumGroup:
     """One worker's partial sums for one request and KV cache group.
 
     Attributes:
-        start: position of the first block.
+        start: number of the first unit in the request.
         replica_keys: which copies the columns of `values` belong to.
-        values: uint64, shape ``(positions, len(replica_keys))``.
+        values: uint64, shape ``(units, len(replica_keys))``.
     """
 
     start: int
@@ -156,7 +171,7 @@ class KVChecksumRecord:
         seqs: per request id, the number of the send or load.
         received: per request id, the payload that the worker's connector received.
         stored: per request id and group id, the stored checksums that came with
-            the loaded blocks: uint64, shape ``(positions,)``.
+            the loaded blocks: uint64, shape ``(blocks,)``.
     """
 
     pp_rank: int

@@ -8,17 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import payload as wire
+from .binding import inputs_digest, prompt_digest
 from .blocks import (
     blocks_given_up,
     gives_up_blocks,
     holds_states,
-    summed_block_size,
+    units_of_group,
 )
 from .checksum import replica_checks
-from .payload import GroupChecksums, KVChecksumPayload
+from .group_comparison import LocalGroup, judge
+from .payload import GroupChecksums, KVChecksumPayload, OtherCopies
 from .pending import NotComparable, Pending, PendingLoad
-from .verdict import LeftOut, LoadVerdict, LocalGroup, Unverified, judge
+from .verdict import LeftOut, LoadVerdict, Unverified
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,15 @@ class Comparison:
     num_workers: int
 
     def make_payload(
-        self, send: Pending | None, rows: Callable[[], Sequence[Sequence[int]]]
+        self,
+        request: Any,
+        send: Pending | None,
+        rows: Callable[[], Sequence[Sequence[int]]],
     ) -> KVChecksumPayload:
         """Add up what the workers summed of a send.
 
         Args:
+            request: the request, whose prompt the payload is bound to.
             send: the send, or None if nothing of it was summed.
             rows: gives the request's block ids now, per group.
 
@@ -52,27 +60,38 @@ class Comparison:
         send.check_reports(self.num_workers)
         skipped = send.skipped()
         given_up = blocks_given_up(self.kv_cache_config, rows, send.blocks)
-        groups = {}
+        groups, num_tokens = {}, send.blocks.num_tokens
         for group_id, (start, _) in send.blocks.groups.items():
             if group_id in skipped:
                 continue
-            parts = send.parts(group_id)
+            units = units_of_group(self.kv_cache_config, group_id)
+            parts = send.parts(group_id, units.per_block)
             try:
-                # Check 0 adds copy 0 of every layer.
-                values = replica_checks(parts)[0]
+                checks = replica_checks(parts)
             except ValueError:
                 raise NotComparable(Unverified.REPLICA_MISSING) from None
-            gone = given_up.get(group_id, 0)
+            gone = given_up.get(group_id, 0) * units.per_block
+            start = start * units.per_block + gone
+            # Of the last block, the units that hold tokens.
+            held = -(-num_tokens // units.size) - start
+            values, *others = (c[gone:][:held] for c in checks)
             groups[group_id] = GroupChecksums(
                 send.fingerprint(group_id),
-                summed_block_size(self.kv_cache_config, group_id),
-                start + gone,
-                values[gone:],
+                units.size,
+                start,
+                values,
+                _other_copies(values, others),
             )
-        return KVChecksumPayload(send.blocks.num_tokens, self.tp_size, groups)
+        return KVChecksumPayload(
+            num_tokens,
+            self.tp_size,
+            groups,
+            prompt_digest(request, num_tokens),
+            inputs_digest(request, num_tokens),
+        )
 
-    def judge(self, load: PendingLoad) -> LoadVerdict:
-        """Compare a load with its payload, which may be of any form."""
+    def judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
+        """Compare a load of `request` with its payload, which may be of any form."""
         try:
             payload = load.payload()
         except wire.PayloadVersionError as error:
@@ -81,6 +100,19 @@ class Comparison:
             return LoadVerdict(unverified=Unverified.BAD_PAYLOAD, detail=str(error))
         if payload is None:
             return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
+        prompt = prompt_digest(request, payload.num_tokens)
+        if payload.prompt and prompt and payload.prompt != prompt:
+            return LoadVerdict(other_prompt=True)
+        if (payload.prompt == 0) != (prompt == 0) or (
+            payload.inputs != inputs_digest(request, payload.num_tokens)
+        ):
+            return LoadVerdict(unverified=Unverified.INPUTS)
+        verdict = self._compare(load, payload)
+        verdict.unbound = prompt == 0
+        return verdict
+
+    def _compare(self, load: PendingLoad, payload: KVChecksumPayload) -> LoadVerdict:
+        """Compare a load with the payload of its prompt."""
         try:
             load.check_reports(self.num_workers)
         except NotComparable as error:
@@ -100,23 +132,35 @@ class Comparison:
         verdict = judge(payload, local, load.blocks.num_tokens)
         verdict.left_out = left_out
         for group_id, group in verdict.groups.items():
-            if 0 < group.compared < len(load.blocks.groups[group_id][1]):
+            if group.partial and gives_up_blocks(self.kv_cache_config, group_id):
                 verdict.left_out[group_id] = LeftOut.PARTIAL_BLOCKS
         return verdict
 
     def _local_group(self, load: PendingLoad, group_id: int) -> LocalGroup | Unverified:
+        config = self.kv_cache_config
+        units = units_of_group(config, group_id)
         try:
-            checks = replica_checks(load.parts(group_id))
+            checks = replica_checks(load.parts(group_id, units.per_block))
         except NotComparable as error:
             return error.reason
         except ValueError:
             return Unverified.REPLICA_MISSING
-        config = self.kv_cache_config
         return LocalGroup(
             load.fingerprint(group_id),
-            summed_block_size(config, group_id),
+            units,
             load.blocks.groups[group_id][0],
             checks,
             is_state=holds_states(config, group_id),
             is_window=gives_up_blocks(config, group_id),
         )
+
+
+def _other_copies(
+    first: np.ndarray, others: Sequence[np.ndarray]
+) -> OtherCopies | None:
+    """Where a group's other copies differ from the first, or None if they are equal."""
+    if not others:
+        return None
+    differ = np.stack(others) != first
+    copy, at = np.nonzero(differ)
+    return OtherCopies(copy, at, np.stack(others)[differ]) if len(at) else None

@@ -15,11 +15,12 @@ import numba
 import numpy as np
 import torch
 
-from .checksum import GOLDEN_FACTOR, MASK64
+from .checksum import FOLD_FACTOR, GOLDEN_FACTOR, MASK64
 from .layout import LayerView, SumRows
 
 _ONE, _TWO, _32, _33 = (np.uint64(n) for n in (1, 2, 32, 33))
 _NEXT_FACTOR = np.uint64(2 * GOLDEN_FACTOR & MASK64)
+_FOLD, _LOW32 = np.uint64(FOLD_FACTOR), np.uint64(2**32 - 1)
 
 _UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
@@ -34,7 +35,8 @@ def _jit(function: Any) -> Any:
 @_jit
 def _term(x, weight):
     y = (x ^ (x >> _33)) * weight
-    return y ^ (y >> _32)
+    folded = (y >> _32) * _FOLD
+    return y ^ ((folded ^ (folded >> _32)) & _LOW32)
 
 
 @_jit
@@ -84,10 +86,10 @@ def _short_run(flat, at, stride, number, parts, bits, weight, step):
 
 
 @_jit
-def _kernel_block(flat, at, number, shape, strides, factors, first, per_token):
-    """Sum of the first `number` tokens of a kernel block at index `at`."""
-    _, _, heads, _, width = shape
-    _, _, head_stride, token_stride, piece_stride = strides
+def _tokens(flat, at, number, shape, strides, factors, first, per_token):
+    """Sum of the first `number` tokens of a unit, or a part of it, at index `at`."""
+    _, _, _, _, heads, _, width = shape
+    _, _, _, _, head_stride, token_stride, piece_stride = strides
     total = np.uint64(0)
     if head_stride == 1 and piece_stride != 1:
         for token in range(number):
@@ -120,12 +122,12 @@ def _kernel_block(flat, at, number, shape, strides, factors, first, per_token):
 
 
 @_jit
-def _kernel_block_of_elements(
+def _tokens_of_elements(
     flat, at, number, shape, strides, factors, first, per_token, parts, bits
 ):
-    """As `_kernel_block` for pieces of 2, 4 or 8 elements, tokens side by side."""
-    _, _, heads, _, width = shape
-    _, _, head_stride, _, stride = strides
+    """As `_tokens` for pieces of 2, 4 or 8 elements, tokens side by side."""
+    _, _, _, _, heads, _, width = shape
+    _, _, _, _, head_stride, _, stride = strides
     total = np.uint64(0)
     for head in range(heads):
         step = factors[head] * np.uint64(2 * per_token)
@@ -157,27 +159,30 @@ def _sum_rows(
 
     Args:
         flat: the storage, as unsigned pieces or elements.
-        offset, shape, strides: the layer's `blocks` in it.
+        offset, shape, strides: the layer's `units` in it.
         factors: uint64 ``(heads,)``.
         per_token, skip, parts: the layer's `pieces`, `first_piece` and
             `elements_per_piece`.
         bits: width of an element, uint64.
         rows: int64 ``(3, n)``, see `SumRows`.
     """
-    _, ratio, _, tokens, _ = shape
+    _, outer, inner, parts_of_unit, _, tokens, _ = shape
     for row in range(rows.shape[1]):
-        for part in range(ratio):
+        block, unit = divmod(rows[0, row], outer * inner)
+        begin = offset + block * strides[0]
+        begin += (unit // inner) * strides[1] + (unit % inner) * strides[2]
+        for part in range(parts_of_unit):
             number = min(tokens, rows[2, row] - part * tokens)
             if number <= 0:
                 break
-            at = offset + rows[0, row] * strides[0] + part * strides[1]
+            at = begin + part * strides[3]
             first = np.uint64((rows[1, row] + part * tokens) * per_token + skip)
             if parts == 1:
-                out[row] += _kernel_block(
+                out[row] += _tokens(
                     flat, at, number, shape, strides, factors, first, per_token
                 )
             else:
-                out[row] += _kernel_block_of_elements(
+                out[row] += _tokens_of_elements(
                     flat,
                     at,
                     number,
@@ -204,15 +209,15 @@ def prepare(layers: Sequence[LayerView]) -> SumRows:
 
 def _arguments(layer: LayerView) -> tuple[Any, ...]:
     """The arguments of `_sum_rows` that a layer gives."""
-    blocks = layer.blocks
-    size = blocks.element_size()
-    flat = torch.empty(0, dtype=blocks.dtype)
-    flat.set_(blocks.untyped_storage())
+    units = layer.units
+    size = units.element_size()
+    flat = torch.empty(0, dtype=units.dtype)
+    flat.set_(units.untyped_storage())
     return (
         flat.numpy().view(_UNSIGNED[size]),
-        blocks.storage_offset(),
-        tuple(blocks.shape),
-        blocks.stride(),
+        units.storage_offset(),
+        tuple(units.shape),
+        units.stride(),
         layer.factors.numpy().view(np.uint64),
         layer.pieces,
         layer.first_piece,

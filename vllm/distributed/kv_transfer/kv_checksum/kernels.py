@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checksum in Triton: one pass over the cache, no host sync, any layout.
 
-For every row (one block of a request) and every slice (layer and KV head) of it,
+For every row (one unit of a request) and every slice (layer and KV head) of it,
 the sum mod 2**64 over the pieces ``x`` with number ``j`` in the request of::
 
-    y = (x ^ (x >> 33)) * m * (2*j + 1);   term = y ^ (y >> 32)
+    y = (x ^ (x >> 33)) * m * (2*j + 1);   t = (y >> 32) * C
+    term = y ^ low32(t ^ (t >> 32))
 
 (`checksum` gives the reasons). A masked piece reads as 0, whose term is 0, so
 token slots past the valid ones need no other care. Additions are exact mod
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from vllm.triton_utils import tl, triton
 
-from .checksum import GOLDEN_FACTOR, MASK64
+from .checksum import FOLD_FACTOR, GOLDEN_FACTOR, MASK64
 from .layout import LayerView, SumRows
 
 _TILE = 256
@@ -31,6 +32,7 @@ _TILES_PER_PROGRAM = 16
 
 _NUM_WARPS = 1
 _NUM_STAGES = 1
+_FOLD: tl.constexpr = tl.constexpr(FOLD_FACTOR)
 
 
 @triton.jit
@@ -44,7 +46,10 @@ def _terms(raw, weights, PIECE_BITS: tl.constexpr):
     else:
         x = raw.to(tl.uint16, bitcast=True).to(tl.uint64)
     y = x * weights
-    return y ^ (y >> 32)
+    folded = (y >> 32) * _FOLD
+    # Narrowed before they are joined, so that neither costs a 64-bit operation.
+    low = folded.to(tl.uint32) ^ (folded >> 32).to(tl.uint32)
+    return y ^ low.to(tl.uint64)
 
 
 @triton.jit(
@@ -59,14 +64,17 @@ def _terms(raw, weights, PIECE_BITS: tl.constexpr):
 )
 def _layer_checksum_kernel(
     addresses,  # int64 (layers,): where each layer's block 0 begins
-    rows,  # int64 (3, num_rows): block id, first token, valid tokens
+    rows,  # int64 (3, num_rows): unit, first token, valid tokens
     num_rows,
     factors,  # int64 (layers, HEADS): factors of consecutive slices
     out,  # int64: sums, added to
     out_stride,
-    # The layer's shape: kernel blocks per block, heads, tokens per kernel block,
-    # pieces per token here and in the whole layer, number of the first one here.
-    RATIO: tl.constexpr,
+    # The layer's shape: units per block and per kernel block, parts of a unit, heads,
+    # tokens per part, pieces per token here and in the whole layer, number of the
+    # first one here.
+    UNITS: tl.constexpr,
+    INNER: tl.constexpr,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -74,6 +82,8 @@ def _layer_checksum_kernel(
     FIRST_PIECE: tl.constexpr,
     # Strides in pieces.
     STRIDE_B: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    STRIDE_U: tl.constexpr,
     STRIDE_R: tl.constexpr,
     STRIDE_H: tl.constexpr,
     STRIDE_T: tl.constexpr,
@@ -88,7 +98,7 @@ def _layer_checksum_kernel(
 ):
     """Add a share of one layer's sum of one row to ``out[row * out_stride]``.
 
-    A slice's pieces in one kernel block are cut into spans; a tile is one span
+    A slice's pieces in one part of a unit are cut into spans; a tile is one span
     of TILE_HEADS slices. A program walks over SPANS_PER_PROGRAM spans and
     HEADS_PER_PROGRAM slices, one of which is a single tile. From tile to tile the
     weights follow by one addition.
@@ -103,13 +113,14 @@ def _layer_checksum_kernel(
     first_head = (share % HEAD_SHARES) * HEADS_PER_PROGRAM
     last_head = tl.minimum(first_head + HEADS_PER_PROGRAM, HEADS)
     share = share // HEAD_SHARES
-    kernel_block = share // SPAN_SHARES
+    part = share // SPAN_SHARES
     first_span = (share % SPAN_SHARES) * SPANS_PER_PROGRAM
     last_span = tl.minimum(first_span + SPANS_PER_PROGRAM, SPANS)
 
-    block = tl.load(rows + row)
-    first = tl.load(rows + num_rows + row) + kernel_block * TOKENS
-    valid = tl.load(rows + 2 * num_rows + row).to(tl.int32) - kernel_block * TOKENS
+    unit = tl.load(rows + row)
+    block, unit = unit // UNITS, unit % UNITS
+    first = tl.load(rows + num_rows + row) + part * TOKENS
+    valid = tl.load(rows + 2 * num_rows + row).to(tl.int32) - part * TOKENS
     factor = tl.load(factors + layer * HEADS + first_head).to(tl.uint64, bitcast=True)
     address = tl.load(addresses + layer)
     if PIECE_BITS == 64:
@@ -119,7 +130,9 @@ def _layer_checksum_kernel(
     else:
         blocks = address.to(tl.pointer_type(tl.int16))
     blocks = tl.multiple_of(blocks, ALIGNMENT)
-    base = blocks + block * STRIDE_B + kernel_block.to(tl.int64) * STRIDE_R
+    base = blocks + block * STRIDE_B
+    base += (unit // INNER) * STRIDE_K + (unit % INNER) * STRIDE_U
+    base += part.to(tl.int64) * STRIDE_R
     base += first_head.to(tl.int64) * STRIDE_H
 
     lane = tl.arange(0, SPAN * TILE_HEADS)
@@ -184,11 +197,8 @@ def _span(pieces: int) -> int:
 
 def kernel_constants(layer: LayerView) -> dict[str, Any]:
     """The compile-time arguments of the kernel for `layer`."""
-    _, ratio, heads, tokens, pieces = layer.blocks.shape
-    block, part, head, token, piece = layer.blocks.stride()
-    if part == tokens * token:
-        # Kernel blocks follow one another like tokens.
-        ratio, tokens = 1, ratio * tokens
+    _, _, inner, parts, heads, tokens, pieces = layer.units.shape
+    block, kernel_block, unit, part, head, token, piece = layer.units.stride()
     if tokens == 1:
         token = pieces * piece
     span = _span(tokens * pieces)
@@ -202,19 +212,23 @@ def kernel_constants(layer: LayerView) -> dict[str, Any]:
     if even and spans > triton.cdiv(heads, tile_heads):
         heads_per, spans_per = tile_heads, min(spans, _TILES_PER_PROGRAM)
     return {
-        "RATIO": ratio,
+        "UNITS": layer.units_per_block,
+        "INNER": inner,
+        "PARTS": parts,
         "HEADS": heads,
         "TOKENS": tokens,
         "PIECES": pieces,
         "ALL_PIECES": layer.pieces,
         "FIRST_PIECE": layer.first_piece,
         "STRIDE_B": block,
+        "STRIDE_K": kernel_block,
+        "STRIDE_U": unit,
         "STRIDE_R": part,
         "STRIDE_H": head,
         "STRIDE_T": token,
         "STRIDE_P": piece,
         "PIECE_BITS": 8 * layer.piece_bytes,
-        "ALIGNMENT": math.gcd(layer.blocks.data_ptr(), 16),
+        "ALIGNMENT": math.gcd(layer.units.data_ptr(), 16),
         "NEXT_FACTOR": 2 * GOLDEN_FACTOR & MASK64,
         "SPAN": span,
         "TILE_HEADS": tile_heads,
@@ -272,10 +286,10 @@ def prepare(layers: Sequence[LayerView]) -> SumRows:
 def _launch(layers: list[LayerView]) -> _Launch:
     c = kernel_constants(layers[0])
     spans = triton.cdiv(c["TOKENS"] * c["PIECES"], c["SPAN"])
-    shares = c["RATIO"] * triton.cdiv(spans, c["SPANS_PER_PROGRAM"])
+    shares = c["PARTS"] * triton.cdiv(spans, c["SPANS_PER_PROGRAM"])
     shares *= triton.cdiv(c["HEADS"], c["HEADS_PER_PROGRAM"])
-    addresses = [layer.blocks.data_ptr() for layer in layers]
-    device = layers[0].blocks.device
+    addresses = [layer.units.data_ptr() for layer in layers]
+    device = layers[0].units.device
     return _Launch(
         c,
         shares,

@@ -9,12 +9,12 @@ are in `cells`, states in `mamba`, groups in `groups`.
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .checksum import ReplicaKey, Skipped, slice_factor
+from .checksum import ReplicaKey, Skipped, slice_factor, unit_size
 
 PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -45,6 +45,7 @@ class LayerView:
         replica_key: which copy of the layer this rank holds.
         first_piece: number, within a token, of the first piece that `blocks`
             holds; a token whose bytes lie apart is read as several views.
+        units: `blocks` by units, see `units_of`.
     """
 
     name: str
@@ -54,17 +55,25 @@ class LayerView:
     factors: torch.Tensor
     replica_key: ReplicaKey
     first_piece: int = 0
+    units: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.units = units_of(self.blocks)
 
     @property
     def elements_per_piece(self) -> int:
         """1 unless a piece's bytes lie apart."""
         return self.piece_bytes // self.blocks.element_size()
 
+    @property
+    def units_per_block(self) -> int:
+        return self.units.shape[1] * self.units.shape[2]
+
 
 SumRows = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds block sums of some layers to `out` (int64 ``(n,)``, of any stride) for `rows`
-(int64 ``(3, n)``): block id, position in the request of the block's first token,
-number of its tokens that count."""
+"""Adds sums of some layers' units to `out` (int64 ``(n,)``, of any stride) for `rows`
+(int64 ``(3, n)``): the unit (its number in its block behind those of all blocks before),
+position in the request of its first token, number of its tokens that count."""
 
 
 @dataclass
@@ -107,6 +116,14 @@ class GroupView:
     replica_keys: tuple[ReplicaKey, ...]
     equal_tp: bool = False
     remarks: tuple[str, ...] = ()
+
+    @property
+    def unit_size(self) -> int:
+        return unit_size(self.block_size)
+
+    @property
+    def units_per_block(self) -> int:
+        return self.block_size // self.unit_size
 
 
 @dataclass(frozen=True)
@@ -251,6 +268,35 @@ def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tens
     block, head, token, _ = (stride * size for stride in cache.stride())
     shape = (num_blocks, ratio, heads, tokens, content * size // width)
     return read_as(cache, width, 0, shape, (block * ratio, block, head, token, width))
+
+
+def units_of(blocks: torch.Tensor) -> torch.Tensor:
+    """View a `LayerView`'s blocks by units, without a copy.
+
+    Returns shape ``(num_blocks, kernel blocks, units, parts of a unit, heads, tokens,
+    pieces)``: a kernel block holds several units, or a unit is made of several.
+
+    Raises:
+        SkipGroup: neither is the case.
+    """
+    number, ratio, heads, tokens, pieces = blocks.shape
+    block, part, head, token, piece = blocks.stride()
+    size = unit_size(ratio * tokens)
+    if part == tokens * token:
+        # Kernel blocks follow one another like tokens.
+        ratio, tokens = 1, ratio * tokens
+    if tokens % size == 0:
+        shape = (number, ratio, tokens // size, 1, heads, size, pieces)
+        return blocks.as_strided(
+            shape, (block, part, size * token, 0, head, token, piece)
+        )
+    if size % tokens == 0:
+        parts = size // tokens
+        shape = (number, ratio // parts, 1, parts, heads, tokens, pieces)
+        return blocks.as_strided(
+            shape, (block, parts * part, 0, part, head, token, piece)
+        )
+    raise SkipGroup(f"kernel blocks of {tokens} tokens and units of {size} do not nest")
 
 
 def slice_factors(layer: int, heads: Iterable[int], device: Any) -> torch.Tensor:

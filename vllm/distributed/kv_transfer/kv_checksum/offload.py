@@ -67,19 +67,30 @@ def block_checksum_tags(
     return first.view("<u8")[:, 0] ^ np.uint64(fingerprint)
 
 
-def tags_of_rows(
+def entry_rows(
     runs: Sequence[BlockRun], parts: Sequence[Part], num_rows: int
-) -> np.ndarray:
-    """Tags of the runs' rows: uint64, shape ``(1, num_rows)``.
+) -> tuple[np.ndarray, int]:
+    """What makes entries of the runs' sums, and how many entries there are.
+
+    Rows of int64 ``(3, num_rows)``: per unit the number of its entry (that behind the
+    last one where there is no unit); per entry its block id, and its tag.
 
     Args:
-        parts: where each run's rows lie; its request id is the run's number.
+        parts: where each run's units lie; its request id is the run's number.
     """
-    tags: np.ndarray = np.zeros((1, num_rows), np.uint64)
+    number = sum(len(run.block_ids) for run in runs)
+    rows: np.ndarray = np.full((3, num_rows), number, np.int64)
+    at = 0
     for part in parts:
-        hashes = runs[int(part.req_id)].block_hashes
-        tags[0, part.rows] = block_checksum_tags(hashes, part.group.fingerprint)
-    return tags
+        run = runs[int(part.req_id)]
+        entries = slice(at, at + len(run.block_ids))
+        units = rows[0, part.rows].reshape(-1, part.group.units_per_block)
+        units[:] = np.arange(entries.start, entries.stop)[:, None]
+        rows[1, entries] = run.block_ids
+        tags = block_checksum_tags(run.block_hashes, part.group.fingerprint)
+        rows[2, entries] = tags.view(np.int64)
+        at = entries.stop
+    return rows, number
 
 
 def hashes_of_blocks(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer tells a consumer: the checksums of one request's blocks.
+"""What a producer tells a consumer: the checksums of one request's KV.
 
 Wire form: msgpack of ``(version, body)``, the body decoded with its type. Values
-are little-endian uint64. Anything malformed raises `ValueError` and nothing
+are little-endian uint64. Version 1 had sums of whole blocks, of another definition, and
+was bound to no prompt. Anything malformed raises `ValueError` and nothing
 else; memory stays bounded by the input, which is capped at `MAX_PAYLOAD_BYTES`.
 """
 
@@ -10,20 +11,20 @@ import base64
 import binascii
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from .wire_maps import decode_map
 
-PAYLOAD_VERSION = 1
+PAYLOAD_VERSION = 2
 
 KV_TRANSFER_PARAMS_KEY = "kv_checksums"
 """Where the payload stands in ``kv_transfer_params``; proxies must forward it."""
 
 MAX_PAYLOAD_BYTES = 4 * 2**20
-"""Enough for 512k block checksums (8M tokens at block size 16)."""
+"""Enough for 512k units (8M tokens of one group)."""
 
 _MAX_GROUPS = 4096
 
@@ -82,42 +83,69 @@ class PayloadVersionError(ValueError):
     """The payload was made by another version of this feature."""
 
 
+class OtherCopies(NamedTuple):
+    """Where other copies of a group's KV on the producer differ from the first.
+
+    Attributes:
+        copy: which copy, shape ``(n,)``.
+        at: indices into the group's `values`, ascending per copy, shape ``(n,)``.
+        values: uint64, the copies' own, shape ``(n,)``.
+    """
+
+    copy: np.ndarray
+    at: np.ndarray
+    values: np.ndarray
+
+
 @dataclass
 class GroupChecksums:
     """Checksums of one KV cache group.
 
     Attributes:
         fingerprint: identifies the group's layers (uint64).
-        block_size: tokens per block on the producer.
-        start: position of the first block.
-        values: uint64, shape ``(positions,)``.
+        unit_size: tokens per unit on the producer.
+        start: number of the first unit.
+        values: uint64, shape ``(units,)``.
+        copies: the producer's other replicas, where they are not equal to the first.
     """
 
     fingerprint: int
-    block_size: int
+    unit_size: int
     start: int
     values: np.ndarray
+    copies: OtherCopies | None = None
 
 
 @dataclass
 class KVChecksumPayload:
-    """Checksums of one request, as its producer's scheduler added them up."""
+    """Checksums of one request, as its producer's scheduler added them up.
+
+    `prompt` and `inputs` are digests of what the KV was computed from (`bound_to`).
+    """
 
     num_tokens: int
     tp_size: int
     groups: dict[int, GroupChecksums]
+    prompt: int = 0
+    inputs: int = 0
+
+
+_WIRE_COPY = np.dtype([("copy", "<u2"), ("at", "<u4"), ("value", "<u8")])
 
 
 class _WireGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     fingerprint: int
-    block_size: int
+    unit_size: int
     start: int
     values: bytes
+    copies: bytes
 
 
 class _WireBody(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     num_tokens: int
     tp_size: int
+    prompt: int
+    inputs: int
     groups: msgspec.Raw
 
 
@@ -133,13 +161,29 @@ def encode(payload: KVChecksumPayload) -> bytes:
     """The wire form of `payload`."""
     groups = {
         group_id: _WireGroup(
-            g.fingerprint, g.block_size, g.start, g.values.astype("<u8").tobytes()
+            g.fingerprint,
+            g.unit_size,
+            g.start,
+            g.values.astype("<u8").tobytes(),
+            _encode_copies(g.copies),
         )
         for group_id, g in payload.groups.items()
     }
     raw = msgspec.Raw(_encoder.encode(groups))
-    body = _encoder.encode(_WireBody(payload.num_tokens, payload.tp_size, raw))
+    body = _encoder.encode(
+        _WireBody(
+            payload.num_tokens, payload.tp_size, payload.prompt, payload.inputs, raw
+        )
+    )
     return _encoder.encode((PAYLOAD_VERSION, msgspec.Raw(body)))
+
+
+def _encode_copies(copies: OtherCopies | None) -> bytes:
+    if copies is None:
+        return b""
+    wire: np.ndarray = np.empty(len(copies.at), _WIRE_COPY)
+    wire["copy"], wire["at"], wire["value"] = copies
+    return wire.tobytes()
 
 
 def decode(data: bytes) -> KVChecksumPayload:
@@ -161,24 +205,41 @@ def decode(data: bytes) -> KVChecksumPayload:
     groups = decode_map(_groups_decoder, memoryview(wire.groups))
     if not (0 < wire.num_tokens < 2**40 and 0 < wire.tp_size < 2**20):
         raise ValueError("payload has an impossible number of tokens or ranks")
+    if not (0 <= wire.prompt < 2**64 and 0 <= wire.inputs < 2**64):
+        raise ValueError("payload has an impossible digest")
     return KVChecksumPayload(
         wire.num_tokens,
         wire.tp_size,
         {gid: _check_group(gid, g, wire.num_tokens) for gid, g in groups.items()},
+        wire.prompt,
+        wire.inputs,
     )
 
 
 def _check_group(group_id: int, wire: _WireGroup, num_tokens: int) -> GroupChecksums:
     if not (0 <= group_id < _MAX_GROUPS and 0 <= wire.fingerprint < 2**64):
         raise ValueError("payload has an impossible group id or fingerprint")
-    if not (0 < wire.block_size < 2**31 and 0 <= wire.start < 2**40):
-        raise ValueError("payload has an impossible block size or start")
+    if not (0 < wire.unit_size < 2**31 and 0 <= wire.start < 2**40):
+        raise ValueError("payload has an impossible unit size or start")
     if len(wire.values) % 8:
         raise ValueError("payload values are no whole number of uint64")
     values = np.frombuffer(wire.values, "<u8").astype(np.uint64)
-    if wire.start + len(values) > -(-num_tokens // wire.block_size):
-        raise ValueError("payload has more blocks than its tokens fill")
-    return GroupChecksums(wire.fingerprint, wire.block_size, wire.start, values)
+    if wire.start + len(values) > -(-num_tokens // wire.unit_size):
+        raise ValueError("payload has more units than its tokens fill")
+    copies = _decode_copies(wire.copies, len(values))
+    return GroupChecksums(wire.fingerprint, wire.unit_size, wire.start, values, copies)
+
+
+def _decode_copies(data: bytes, num_values: int) -> OtherCopies | None:
+    if not data:
+        return None
+    if len(data) % _WIRE_COPY.itemsize:
+        raise ValueError("payload copies are no whole number of entries")
+    wire = np.frombuffer(data, _WIRE_COPY)
+    copy, at = wire["copy"].astype(np.int64), wire["at"].astype(np.int64)
+    if (at >= num_values).any() or (np.diff(copy * num_values + at) < 1).any():
+        raise ValueError("payload has copies of no units, or in disorder")
+    return OtherCopies(copy, at, wire["value"].astype(np.uint64))
 
 
 def encode_text(payload: KVChecksumPayload) -> str:

@@ -73,8 +73,10 @@ class Pending:
         }
         return sum(by_stage.values()) & MASK64
 
-    def parts(self, group_id: int) -> dict[ReplicaKey, KVChecksumGroup]:
-        """The workers' sums of one group, added up per replica key.
+    def parts(
+        self, group_id: int, units_per_block: int
+    ) -> dict[ReplicaKey, KVChecksumGroup]:
+        """The workers' sums of one group's units, added up per replica key.
 
         Raises:
             NotComparable: they are of other blocks, or a worker that holds layers
@@ -89,7 +91,11 @@ class Pending:
         if any(
             (group_id in r.fingerprints) != (group_id in r.checksums[self.req_id])
             for r in records
-        ) or any(p.start != start or len(p.values) != len(ids) for p in parts.values()):
+        ) or any(
+            p.start != start * units_per_block
+            or len(p.values) != len(ids) * units_per_block
+            for p in parts.values()
+        ):
             raise NotComparable(Unverified.OTHER_BLOCKS)
         return parts
 
@@ -104,7 +110,8 @@ class PendingLoad(Pending):
         connector: the name of the connector that loads it.
         unverified: why it will not be compared whatever comes, or None.
         empty: groups of which it brings nothing.
-        text: the payload that `params` held.
+        computes_last: the last of its tokens is computed here all the same.
+        sent: the payload that `params` held, or why it is none.
         received: the payload that its connector brought, the first copy.
     """
 
@@ -113,7 +120,8 @@ class PendingLoad(Pending):
     connector: str = ""
     unverified: Unverified | None = None
     empty: set[int] = field(default_factory=set)
-    text: object = None
+    computes_last: bool = False
+    sent: KVChecksumPayload | ValueError | None = None
     received: bytes | None = None
 
     @property
@@ -135,4 +143,23 @@ class PendingLoad(Pending):
         """
         if self.carrier is KVChecksumCarrier.CONNECTOR:
             return None if self.received is None else wire.decode(self.received)
-        return None if self.text is None else wire.decode_text(self.text)
+        if isinstance(self.sent, ValueError):
+            raise self.sent
+        return self.sent
+
+    def take_sent(self) -> None:
+        """Take the payload out of `params`: nobody else needs it.
+
+        A router may append a token to the prompt. The consumer loads a slot for it, and
+        computes it all the same: what the producer summed is all that counts.
+        """
+        text = self.params.pop(wire.KV_TRANSFER_PARAMS_KEY, None)
+        if text is None or self.carrier is not KVChecksumCarrier.KV_TRANSFER_PARAMS:
+            return
+        try:
+            self.sent = wire.decode_text(text)
+        except ValueError as error:
+            self.sent = error
+            return
+        if self.computes_last and self.sent.num_tokens == self.blocks.num_tokens - 1:
+            self.blocks.num_tokens -= 1

@@ -145,6 +145,8 @@ def remote_engine(params: dict[str, Any]) -> str:
 
 
 def _differences(verdict: LoadVerdict) -> str:
+    if verdict.other_prompt:
+        return "another request's KV: it was computed for another prompt"
     bad = {i: group for i, group in verdict.groups.items() if group.positions}
     said = [
         f"group {group_id}: {len(group.positions)} of {group.compared} blocks differ"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one step: which blocks are summed, for all requests at once."""
+"""The rows of one step: which units are summed, for all requests at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from .layout import GroupView
 class Part:
     """Where one request's sums of one group lie in the copied buffer.
 
-    With `stored`, the buffer's last column holds what was stored with the blocks.
+    `start` is the first unit's number in the request. With `stored`, the buffer's last
+    column holds what was stored with the units' blocks.
     """
 
     req_id: str
@@ -27,9 +28,10 @@ class Part:
 def build_rows(
     groups: Mapping[int, GroupView], work: Mapping[str, KVChecksumBlocks]
 ) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[Part]]:
-    """Rows of all groups: int64 ``(3, n)`` of block id, first token, valid tokens.
+    """Rows of all groups: int64 ``(3, n)`` of unit, first token, valid tokens.
 
-    Each group starts at an even column, so that reads of it stay 16-byte aligned. A
+    A block's units are as many rows, one behind the other; a unit's number is that in
+    its block plus the units of all blocks of lower ids. Each group starts at an even column, so that reads of it stay 16-byte aligned. A
     request without blocks of a group has a part of no rows.
     """
     tables: list[np.ndarray] = []
@@ -45,17 +47,21 @@ def build_rows(
         if not found:
             continue
         req_ids, num_tokens, starts, ids = zip(*found, strict=True)
+        per_block = group.units_per_block
         # No blocks are no rows, and no list of an unknown type.
         ids = [np.asarray(i, np.int64) for i in ids]
-        lengths = np.array([len(i) for i in ids])
+        lengths = np.array([len(i) for i in ids]) * per_block
+        starts = np.array(starts) * per_block
         ends = lengths.cumsum()
         total = int(ends[-1])
         table: np.ndarray = np.zeros((3, total + total % 2), np.int64)
-        np.concatenate(ids, out=table[0, :total])
+        units = table[0, :total].reshape(-1, per_block)
+        np.multiply(np.concatenate(ids)[:, None], per_block, out=units)
+        units += np.arange(per_block)
         position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
-        first = np.multiply(position, group.block_size, out=table[1, :total])
+        first = np.multiply(position, group.unit_size, out=table[1, :total])
         valid = np.repeat(num_tokens, lengths) - first
-        np.clip(valid, 0, group.block_size, out=table[2, :total])
+        np.clip(valid, 0, group.unit_size, out=table[2, :total])
         tables.append(table)
         if total:
             segments.append((group, slice(at, at + total)))
@@ -63,7 +69,7 @@ def build_rows(
         parts += [
             Part(req_id, group, start, slice(begin, begin + length))
             for req_id, start, begin, length in zip(
-                req_ids, starts, begins, lengths.tolist(), strict=True
+                req_ids, starts.tolist(), begins, lengths.tolist(), strict=True
             )
         ]
         at += table.shape[1]

@@ -24,7 +24,7 @@ from vllm.outputs import RequestError
 from vllm.v1.request import RequestStatus
 
 from . import payload as wire
-from .blocks import holds_states, loaded_blocks, sent_blocks, summed_block_size
+from .blocks import holds_states, loaded_blocks, sent_blocks, units_of_group
 from .checksum import (
     KVChecksumBlocks,
     KVChecksumRecord,
@@ -36,7 +36,7 @@ from .coverage import declares
 from .metrics import NO_CARRIER
 from .multi_connector import serving_connector
 from .offload import why_whole_blocks_differ
-from .payload import KV_TRANSFER_PARAMS_KEY, KVChecksumCarrier
+from .payload import KV_TRANSFER_PARAMS_KEY, KVChecksumCarrier, KVChecksumPayload
 from .pending import NotComparable, Pending, PendingLoad
 from .prefix_cache import disown
 from .report import Reporter, client_error, remote_engine, request_name
@@ -110,6 +110,29 @@ class KVChecksumScheduler:
             request_name(req_id),
         )
 
+    def _say_unbound(self, req_id: str) -> None:
+        self._stats["prompts_not_bound"] += 1
+        self._reporter.warn_once(
+            "unbound",
+            "KV checksums cannot tell of which prompt a load is: it is given as "
+            "embeddings (first for request %s)",
+            request_name(req_id),
+        )
+
+    def _say_copies_differ(self, req_id: str, payload: KVChecksumPayload) -> None:
+        """Say that TP ranks hold other bits of the same KV; each may be right."""
+        differ = [i for i, group in payload.groups.items() if group.copies is not None]
+        if not differ:
+            return
+        self._stats["replicas_differ"] += 1
+        self._reporter.warn_once(
+            "replicas",
+            "KV checksums: replicas of KV cache groups %s differ between TP ranks here "
+            "(first for request %s); consumers accept each",
+            differ,
+            request_name(req_id),
+        )
+
     # ---- schedule()
 
     def admit(self, request: Any, num_tokens: int | None, is_async: bool) -> bool:
@@ -170,6 +193,10 @@ class KVChecksumScheduler:
             for group_id in found.left_out:
                 self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
             load.blocks, load.empty = found.blocks, found.empty
+            # A state holds all tokens that went into it: none of them can be left out.
+            load.computes_last = num_tokens == request.num_tokens and not any(
+                holds_states(self.kv_cache_config, i) for i in found.blocks.groups
+            )
         load.blocks.seq = next(self._seqs)
         self._stats["loads_started"] += 1
         if req_id in self._recvs:
@@ -211,7 +238,7 @@ class KVChecksumScheduler:
     def build_checksum_meta(self) -> KVChecksumScheduled | None:
         """What the step asks of workers, or None for nothing; starts anew."""
         for load in self._started:
-            load.text = load.params.pop(KV_TRANSFER_PARAMS_KEY, None)
+            load.take_sent()
             if load.unverified is Unverified.SYNC_LOAD:
                 self._scheduled.sync_loads[load.req_id] = load.blocks.seq
             elif load.carrier is KVChecksumCarrier.STORED:
@@ -312,6 +339,8 @@ class KVChecksumScheduler:
             self._stats["loads_aborted"] += 1
             return
         verdict = self._judge(request, load)
+        if verdict.unbound:
+            self._say_unbound(req_id)
         for group_id, reason in verdict.left_out.items():
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load.carrier)
@@ -350,9 +379,10 @@ class KVChecksumScheduler:
         """
         first_token = partial(self._first_token, load)
         first = [
-            first_token(group_id, load.blocks.groups[group_id][0])
-            for group_id, reason in verdict.left_out.items()
-            if reason is LeftOut.PARTIAL_BLOCKS
+            first_token(group_id, start)
+            for group_id, (start, _) in load.blocks.groups.items()
+            if verdict.other_prompt
+            or verdict.left_out.get(group_id) is LeftOut.PARTIAL_BLOCKS
         ]
         if (bad := verdict.first_bad_token(first_token)) is not None:
             first.append(bad)
@@ -388,8 +418,7 @@ class KVChecksumScheduler:
         """Tokens before the first bad block, where they may be kept, else 0."""
         if not self._keeps_prefix or verdict.reason is not None:
             return 0
-        start, _ = load.blocks.groups[0]
-        return verdict.good_blocks(0, start) * self._block_size(0)
+        return verdict.good_blocks(0) * self._block_size(0)
 
     def name_errors(self, outputs: Any) -> None:
         """Give the outputs of requests that fail in this step their reason.
@@ -429,7 +458,7 @@ class KVChecksumScheduler:
             return params
         try:
             payload = self._comparison.make_payload(
-                send, lambda: self.kv_cache_manager.get_block_ids(req_id)
+                request, send, lambda: self.kv_cache_manager.get_block_ids(req_id)
             )
         except NotComparable as error:
             self._stats[f"unsent:{error.reason.value}"] += 1
@@ -440,6 +469,7 @@ class KVChecksumScheduler:
                 request_name(req_id),
             )
             return params
+        self._say_copies_differ(req_id, payload)
         if by_connector:
             data = wire.encode(payload)
             self._stats["payload_bytes"] += len(data)
@@ -452,13 +482,13 @@ class KVChecksumScheduler:
     # ---- judging
 
     def _block_size(self, group_id: int) -> int:
-        return summed_block_size(self.kv_cache_config, group_id)
+        return units_of_group(self.kv_cache_config, group_id).block_size
 
     def _judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
         if load.unverified is not None:
             return LoadVerdict(unverified=load.unverified)
         if not load.blocks.stored:
-            return self._comparison.judge(load)
+            return self._comparison.judge(request, load)
         try:
             load.check_reports(self._comparison.num_workers)
         except NotComparable as error:
@@ -479,6 +509,8 @@ class KVChecksumScheduler:
         self._stats[f"loads:{outcome}:{name}"] += 1
         if outcome == "unverified" and verdict.reason is not None:
             self._stats[f"unverified:{verdict.reason.value}"] += 1
+        if verdict.other_prompt:
+            self._stats["other_prompts"] += 1
         self._stats["blocks_compared"] += verdict.num_compared
         self._stats["blocks_mismatched"] += verdict.num_mismatched
         if outcome != "verified" and self.fail_closed:

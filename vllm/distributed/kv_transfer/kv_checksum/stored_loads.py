@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .checksum import KVChecksumBlocks, KVChecksumRecord
+from .checksum import KVChecksumBlocks, KVChecksumRecord, unit_size
 from .offload import block_checksum_tags, hashes_of_blocks
 from .verdict import MAX_SAMPLES, Difference, GroupVerdict, LoadVerdict, Unverified
 
@@ -63,7 +63,10 @@ class StoredLoads:
             if stop < start + len(ids) or len(hashes) != len(ids):
                 outcome = GroupVerdict(unverified=Unverified.NUM_TOKENS)
             else:
-                outcome = compare_stored(records, req_id, group_id, start, hashes)
+                per_block = size // unit_size(size)
+                outcome = compare_stored(
+                    records, req_id, group_id, start, hashes, per_block
+                )
             verdict.groups[group_id] = outcome
         if not verdict.groups:
             verdict.unverified = Unverified.NO_PAYLOAD
@@ -91,12 +94,14 @@ def compare_stored(
     group_id: int,
     start: int,
     hashes: Sequence[bytes],
+    units_per_block: int,
 ) -> GroupVerdict:
     """Compare one group, every worker on its own.
 
     Args:
         start: position of the first block that was loaded.
         hashes: the blocks' prefix hashes; their number is that of the blocks.
+        units_per_block: sums of a block, which add up to what was stored.
     """
     result = GroupVerdict(first=start)
     bad: np.ndarray = np.zeros(len(hashes), bool)
@@ -111,9 +116,14 @@ def compare_stored(
             return GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
         if sums is None or group_id not in record.fingerprints:
             return GroupVerdict(unverified=Unverified.OTHER_BLOCKS)
-        found = sums.values.sum(axis=1, dtype=np.uint64)
-        if sums.start != start or not len(found) == len(stored) == len(hashes):
+        units = sums.values.sum(axis=1, dtype=np.uint64)
+        if (
+            sums.start != start * units_per_block
+            or len(units) != len(hashes) * units_per_block
+            or len(stored) != len(hashes)
+        ):
             return GroupVerdict(unverified=Unverified.OTHER_BLOCKS)
+        found = units.reshape(-1, units_per_block).sum(axis=1, dtype=np.uint64)
         tags = block_checksum_tags(hashes, record.fingerprints[group_id])
         expected = stored ^ tags
         differ = expected != found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing what a producer sent with what a consumer holds: pure functions.
+"""What comes of comparing a load.
 
 *verified* is said only of a load of which every loaded block of every group was
 compared and none differed. What cannot be compared is *unverified* with a reason from
@@ -9,10 +9,6 @@ a fixed set, never verified.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-
-import numpy as np
-
-from .payload import GroupChecksums, KVChecksumPayload
 
 
 class Unverified(str, Enum):
@@ -30,6 +26,8 @@ class Unverified(str, Enum):
     UNALIGNED_START = "unaligned_start"
     NOTHING_IN_COMMON = "nothing_in_common"
     NUM_TOKENS = "num_tokens"
+    INPUTS = "inputs"
+    """The two sides name other multi-modal inputs, or another LoRA adapter."""
     NO_CARRIER = "no_carrier"
     """The connector that loaded it neither carries nor stores checksums."""
     SYNC_LOAD = "sync_load"
@@ -51,27 +49,8 @@ class LeftOut(str, Enum):
 
 
 @dataclass
-class LocalGroup:
-    """A consumer's whole-model sums of one group.
-
-    Attributes:
-        start: position of the first loaded block.
-        checks: one uint64 array of shape ``(positions,)`` per replica check.
-        is_state: a block holds a state, which is valid for one token count alone.
-        is_window: the producer may have given up blocks that it has passed.
-    """
-
-    fingerprint: int
-    block_size: int
-    start: int
-    checks: list[np.ndarray]
-    is_state: bool = False
-    is_window: bool = False
-
-
-@dataclass
 class Difference:
-    """One position whose sums differ: producer's and consumer's value."""
+    """One block that differs: both sides' values of its first unit that does."""
 
     position: int
     expected: int
@@ -86,6 +65,7 @@ class GroupVerdict:
         first: position of the first block that was compared, on the consumer.
         compared: how many blocks were, from there on.
         positions: those that differ, ascending.
+        partial: the first tokens of `first` were not, or whole blocks before it.
     """
 
     first: int = 0
@@ -93,6 +73,7 @@ class GroupVerdict:
     positions: list[int] = field(default_factory=list)
     samples: list[Difference] = field(default_factory=list)
     unverified: Unverified | None = None
+    partial: bool = False
 
 
 @dataclass
@@ -104,16 +85,20 @@ class LoadVerdict:
         unverified: why the load as a whole was not compared, or None.
         left_out: groups, or parts of them, that stay out of the verdict.
         detail: more about `unverified`, for whoever looks into it.
+        other_prompt: all of it is KV of another prompt, whatever the sums are.
+        unbound: it is not known of which prompt it is.
     """
 
     groups: dict[int, GroupVerdict] = field(default_factory=dict)
     unverified: Unverified | None = None
     left_out: dict[int, LeftOut] = field(default_factory=dict)
     detail: str = ""
+    other_prompt: bool = False
+    unbound: bool = False
 
     @property
     def mismatched(self) -> bool:
-        return any(group.positions for group in self.groups.values())
+        return self.other_prompt or any(g.positions for g in self.groups.values())
 
     @property
     def reason(self) -> Unverified | None:
@@ -136,16 +121,13 @@ class LoadVerdict:
         bad = {i: g.positions for i, g in self.groups.items() if g.positions}
         return min((first_token(i, at[0]) for i, at in bad.items()), default=None)
 
-    def good_blocks(self, group_id: int, start: int) -> int:
+    def good_blocks(self, group_id: int) -> int:
         """Blocks of a group before the first that differs.
 
         0 if any before it was loaded and not compared, or none differs.
-
-        Args:
-            start: position of the first block that was loaded.
         """
         group = self.groups.get(group_id)
-        if group is None or not group.positions or group.first > start:
+        if group is None or not group.positions or group.partial:
             return 0
         return group.positions[0]
 
@@ -166,125 +148,3 @@ class LoadVerdict:
 
 MAX_SAMPLES = 3
 """Differences kept with their values, per group."""
-
-
-def judge(
-    payload: KVChecksumPayload,
-    local: dict[int, LocalGroup | Unverified | None],
-    num_tokens: int,
-) -> LoadVerdict:
-    """Compare one load.
-
-    Args:
-        payload: what the producer sent.
-        local: per KV cache group that this side checksums, what it summed, or
-            why it could not, or None if no block of the group was loaded.
-        num_tokens: tokens of the request that the load covers.
-
-    A group that neither side checksums is in neither argument and stays out of
-    the verdict.
-    """
-    verdict = LoadVerdict()
-    for group_id in sorted({*payload.groups, *local}):
-        theirs = payload.groups.get(group_id)
-        ours = local.get(group_id)
-        if group_id not in local or (theirs is None and ours is not None):
-            outcome = GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
-        elif ours is None:
-            continue
-        elif isinstance(ours, Unverified):
-            outcome = GroupVerdict(unverified=ours)
-        else:
-            assert theirs is not None
-            outcome = compare_group(theirs, payload.num_tokens, ours, num_tokens)
-        verdict.groups[group_id] = outcome
-    if payload.num_tokens < num_tokens:
-        # Part of what was loaded has no checksum.
-        verdict.unverified = Unverified.NUM_TOKENS
-    return verdict
-
-
-def compare_group(
-    theirs: GroupChecksums, their_tokens: int, ours: LocalGroup, our_tokens: int
-) -> GroupVerdict:
-    """Compare one group position by position, in chunks of the larger block size.
-
-    A group that does not differ is unverified unless every loaded block was compared,
-    but for the first of a window.
-    """
-    if theirs.fingerprint != ours.fingerprint:
-        return GroupVerdict(unverified=Unverified.FINGERPRINT)
-    if ours.is_state and their_tokens != our_tokens:
-        return GroupVerdict(unverified=Unverified.NUM_TOKENS)
-    if ours.is_state and theirs.block_size != ours.block_size:
-        return GroupVerdict(unverified=Unverified.BLOCK_SIZES)
-    large = max(theirs.block_size, ours.block_size)
-    if large % theirs.block_size or large % ours.block_size:
-        return GroupVerdict(unverified=Unverified.BLOCK_SIZES)
-    if ours.start * ours.block_size % large:
-        return GroupVerdict(unverified=Unverified.UNALIGNED_START)
-    ratio = large // ours.block_size
-    first_t, sums_t = _chunks(
-        theirs.start, theirs.values, theirs.block_size, large, their_tokens
-    )
-    first_o, sums_o = _chunks(
-        ours.start, np.stack(ours.checks), ours.block_size, large, our_tokens
-    )
-    low = max(first_t, first_o)
-    high = min(first_t + sums_t.shape[-1], first_o + sums_o.shape[-1])
-    # The last chunk counts only if both hold equally many tokens in it.
-    if their_tokens != our_tokens:
-        high = min(high, min(their_tokens, our_tokens) // large)
-    if high <= low:
-        return GroupVerdict(unverified=Unverified.NOTHING_IN_COMMON)
-    expected = sums_t[low - first_t : high - first_t]
-    found = sums_o[:, low - first_o : high - first_o]
-    differs = found != expected
-    bad = np.flatnonzero(differs.any(axis=0))
-    last = -(-our_tokens // ours.block_size)
-    unverified = None
-    if high * ratio < ours.start + len(ours.checks[0]):
-        unverified = Unverified.NUM_TOKENS
-    elif low * ratio > ours.start and not ours.is_window:
-        unverified = Unverified.OTHER_BLOCKS
-    # A chunk may be far longer than the request: the producer names its block size.
-    in_chunk = np.arange(min(ratio, last))
-    positions = ((low + bad)[:, None] * ratio + in_chunk).ravel()
-    samples = [
-        Difference(
-            int(low + at) * ratio,
-            int(expected[at]),
-            int(found[differs[:, at].argmax(), at]),
-        )
-        for at in bad[:MAX_SAMPLES]
-    ]
-    return GroupVerdict(
-        low * ratio,
-        min((high - low) * ratio, last - low * ratio),
-        positions[positions < last].tolist(),
-        samples,
-        unverified,
-    )
-
-
-def _chunks(
-    start: int, values: np.ndarray, block_size: int, large: int, num_tokens: int
-) -> tuple[int, np.ndarray]:
-    """Sums of whole chunks of `large` tokens, and the number of the first.
-
-    Blocks are in the last axis of `values`.
-
-    A chunk is kept only if every block of it that holds tokens is in `values`;
-    blocks past the last token count as zero. Memory is bounded by `values`.
-    """
-    ratio = large // block_size
-    if ratio == 1:
-        return start, values
-    first = -(-start // ratio)
-    values = values[..., first * ratio - start :]
-    number = values.shape[-1]
-    whole = number // ratio
-    if first * ratio + number >= -(-num_tokens // block_size):
-        whole = -(-number // ratio)
-    values = values[..., : whole * ratio]
-    return first, np.add.reduceat(values, np.arange(whole) * ratio, axis=-1)

@@ -33,7 +33,7 @@ from .layout import (
     SkipGroup,
     SumRows,
 )
-from .offload import BlockRun, tags_of_rows, why_not_summed
+from .offload import BlockRun, entry_rows, why_not_summed
 from .rows import Part, build_rows
 from .torch_path import _MAX_GATHER_BYTES
 
@@ -73,7 +73,8 @@ class _Pending:
             )
             if part.stored:
                 stored = self.record.stored.setdefault(part.req_id, {})
-                stored[group_id] = values[part.rows, -1].copy()
+                per_block = part.group.units_per_block
+                stored[group_id] = values[part.rows, -1][::per_block].copy()
         return self.record
 
 
@@ -293,14 +294,17 @@ class KVChecksumWorker:
         sizes = {i: group.block_size for i, group in self.groups.items()}
         work = {str(i): r.blocks(sizes[r.group_id]) for i, r in enumerate(runs)}
         rows, segments, parts = build_rows(self.groups, work)
-        if not parts:
+        if not segments:
             return
-        tags = tags_of_rows(runs, parts, rows.shape[1])
+        entries, number = entry_rows(runs, parts, rows.shape[1])
         device_rows, sums = self._queue_sums(
-            np.concatenate([rows, tags.view(np.int64)]), segments, self._columns
+            np.concatenate([rows, entries]), segments, self._columns
         )
-        # Columns that only pad name block 0, which is never stored.
-        self._block_checksums[device_rows[0]] = sums.sum(dim=1) ^ device_rows[3]
+        # One more for the columns that only pad.
+        totals = torch.zeros(number + 1, dtype=torch.int64, device=self.device)
+        totals.index_add_(0, device_rows[3], sums.sum(dim=1))
+        blocks, tags = device_rows[4:, :number]
+        self._block_checksums[blocks] = totals[:number] ^ tags
 
     def _queue_sums(
         self, rows: np.ndarray, segments: list[tuple[GroupView, slice]], columns: int
@@ -343,7 +347,9 @@ class KVChecksumWorker:
         )
         if with_stored:
             assert self._block_checksums is not None
-            sums[:, -1] = self._block_checksums[device_rows[0]]
+            for group, segment in segments:
+                blocks = device_rows[0, segment] // group.units_per_block
+                sums[segment, -1] = self._block_checksums[blocks]
         return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
 
     def _copy_to_host(
