@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth *blocks*: many damaged blocks per verdict, by real workers, no scheduler.
 
-What is compared is a chunk, a block of the larger of both block sizes; each chunk of
-a load gets damage of its own. Whether it changed anything that counts is found by
-comparing bytes, and that alone decides what the verdict ought to be.
+What a verdict tells apart is a chunk: a block of D, or as many as what is compared as
+one takes; each chunk of a load gets damage of its own. Whether it changed anything that
+counts is found by comparing bytes, and that alone decides what the verdict ought to be.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import NotApplicable
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
 
-from .cancel import changes_cancel
-from .models import Generator, Group, Split, States, draw_model, draw_splits
+from .models import (
+    Generator,
+    Group,
+    Split,
+    States,
+    compared_size,
+    draw_model,
+    draw_splits,
+)
 from .sides import Blocks, Load, Side
 from .strike import (
     PADDING,
@@ -38,18 +45,17 @@ OTHERS = tuple(_OTHER_SUMS)
 LOADS, ROUNDS = 6, 10
 """Loads of a batch, and its damaged rounds; one more is clean."""
 
-CANCELS = "limit: changes that cancel, in KV of few values"
-PARTIAL = "unverified: last block, if D loads fewer tokens than P summed"
+PARTIAL = "unverified: last tokens, if D loads fewer than P summed"
 OTHER_STATE = "unverified: state after other tokens than P summed"
-UNALIGNED = "unverified: D's first block begins inside a block of P"
-NO_WHOLE = "unverified: no block holds equally many tokens on both sides"
+UNALIGNED = "unverified: D's first block begins inside a unit of P"
+NO_WHOLE = "unverified: no unit holds equally many tokens on both sides"
 NOT_COMPARED = (PARTIAL, OTHER_STATE, UNALIGNED, NO_WHOLE)
 
 AS_A_WHOLE = CHECK + "a load's own verdict follows from its blocks"
 SETS = CHECK + "what is summed is what is transferred"
 
 _EXPECTED = {
-    **dict.fromkeys((UNUSED, PADDING, CANCELS, CLEAN), ("verified",)),
+    **dict.fromkeys((UNUSED, PADDING, CLEAN), ("verified",)),
     **dict.fromkeys((AS_A_WHOLE, SETS), ("verified",)),
     **dict.fromkeys(NOT_COMPARED, ("unverified",)),
 }
@@ -60,8 +66,10 @@ def run_batch(seed: int, number: int) -> Tally:
     random = np.random.default_rng([seed, number])
     groups = draw_model(random)
     p_split, d_split = draw_splits(random)
-    large = max(p_split.block_size, d_split.block_size)
-    loads = [_draw_load(random, i, large) for i in range(LOADS)]
+    loads = [
+        _draw_load(random, i, p_split.block_size, d_split.block_size)
+        for i in range(LOADS)
+    ]
     p = Side(groups, p_split, loads, random)
     d = Side(groups, d_split, loads, random)
     p.write(loads)
@@ -76,7 +84,7 @@ def run_batch(seed: int, number: int) -> Tally:
     _note_sets(tally, sent, summed_p, f"P ({where})")
     _note_sets(tally, loaded, summed_d, f"D ({where})")
     kept = [cache.clone() for cache in d.caches]
-    before: list[bytes] = []
+    before: list[tuple[bytes, bytes]] = []
     for round_ in range(ROUNDS + 1):
         for cache, copy in zip(d.caches, kept, strict=True):
             cache.copy_(copy)
@@ -84,20 +92,26 @@ def run_batch(seed: int, number: int) -> Tally:
         limits = {i: c.kind for i, c in enumerate(chunks) if c.kind in NOT_COMPARED}
         if round_:
             _damage(d, chunks, random)
-            after = [content(d.target, chunk) for chunk in chunks]
+            after = _contents(d, chunks)
         else:
-            after = before = [content(d.target, chunk) for chunk in chunks]
+            after = before = _contents(d, chunks)
         verdicts, _ = d.load(loads, params)
         in_round = f"{where}, round {round_}"
         for i, (chunk, old, new) in enumerate(zip(chunks, before, after, strict=True)):
-            chunk.kind = limits.get(i, chunk.kind)
+            if old[1] == new[1]:
+                chunk.kind = limits.get(i, chunk.kind)
             outcome = _outcome(chunk, verdicts[chunk.req_id])
-            missed = outcome == "verified" and old != new
-            if missed and changes_cancel(d, chunk, old, new):
-                chunk.kind = CANCELS
-            _note(tally, chunk, old, new, outcome, in_round)
-        _note_loads(tally, loaded, chunks, before, after, verdicts, in_round)
+            _note(tally, chunk, old[0], new[0], outcome, in_round)
+        _note_loads(tally, loaded, chunks, limits, before, after, verdicts, in_round)
     return tally
+
+
+def _contents(d: Side, chunks: list[Chunk]) -> list[tuple[bytes, bytes]]:
+    """What counts of every chunk, and what of it is compared."""
+    return [
+        (content(d.target, chunk), content(d.target, chunk, compared=True))
+        for chunk in chunks
+    ]
 
 
 def _draw(tally: Tally, groups: list[Group], p: Split, d: Split) -> None:
@@ -111,9 +125,14 @@ def _draw(tally: Tally, groups: list[Group], p: Split, d: Split) -> None:
     )
 
 
-def _draw_load(random: Generator, number: int, large: int) -> Load:
+def _draw_load(random: Generator, number: int, p_size: int, d_size: int) -> Load:
+    """D's local tokens are whole blocks of its own; sometimes it loads fewer than all."""
+    large = max(p_size, d_size)
+    step = max(d_size, compared_size(p_size, d_size))
+    if random.random() < 0.2:
+        step = d_size
     tokens = int(random.integers(2, 24 * large))
-    first = int(random.integers(1 + tokens // large // 2)) * large
+    first = int(random.integers(1 + tokens // step // 2)) * step
     end = tokens
     if random.random() < 0.2 and tokens - first > large:
         end -= int(random.integers(1, large // 2))
@@ -129,35 +148,37 @@ def _chunks(
 ) -> list[Chunk]:
     """The chunks of every load that both sides hold whole, in order.
 
-    Those that cannot be compared have the reason as their kind.
+    Those of which something cannot be compared have the reason as their kind.
     """
     size, p_size = d.split.block_size, p.split.block_size
-    large = max(size, p_size)
+    unit = compared_size(p_size, size)
+    large = max(size, unit)
     ratio = large // size
     chunks: list[Chunk] = []
     for load in loads:
         fewer = load.end < load.num_tokens
         for group, (start, ids) in loaded[load.req_id].items():
             if isinstance(d.groups[group], States):
-                kind = OTHER_STATE if fewer else CLEAN
-                chunks.append(Chunk(load.req_id, group, ids, 0, 1, load.end, kind))
+                chunk = Chunk(load.req_id, group, ids, 0, 1, load.end)
+                if fewer:
+                    chunk.kind, chunk.compared = OTHER_STATE, (0, 0)
+                chunks.append(chunk)
                 continue
             p_start, _ = sent[load.req_id][group]
             first = max(-(-start // ratio), -(-p_start * p_size // large))
             last = -(-load.end // large)
-            partial = fewer and load.end % large > 0
+            whole = load.end // unit * unit if fewer else load.end
             for at in range(first, last):
-                kind = CLEAN
-                if start % ratio:
-                    kind = UNALIGNED
-                elif partial and last == first + 1:
-                    kind = NO_WHOLE
-                elif partial and at == last - 1:
-                    kind = PARTIAL
                 own = ids[max(0, at * ratio - start) :][:ratio]
-                chunks.append(
-                    Chunk(load.req_id, group, own, at * ratio, size, load.end, kind)
-                )
+                chunk = Chunk(load.req_id, group, own, at * ratio, size, load.end)
+                chunk.compared = (0, whole)
+                if start % ratio:
+                    chunk.kind, chunk.compared = UNALIGNED, (0, 0)
+                elif whole <= max(start * size, p_start * p_size):
+                    chunk.kind, chunk.compared = NO_WHOLE, (0, 0)
+                elif whole < load.end and at == last - 1:
+                    chunk.kind = PARTIAL
+                chunks.append(chunk)
     return chunks
 
 
@@ -201,8 +222,9 @@ def _note_loads(
     tally: Tally,
     loaded: dict[str, Blocks],
     chunks: list[Chunk],
-    before: list[bytes],
-    after: list[bytes],
+    limits: dict[int, str],
+    before: list[tuple[bytes, bytes]],
+    after: list[tuple[bytes, bytes]],
     verdicts: dict[str, LoadVerdict],
     where: str,
 ) -> None:
@@ -219,9 +241,9 @@ def _note_loads(
         for req_id, groups in loaded.items()
     }
     for i, chunk in enumerate(chunks):
-        if chunk.kind not in (*NOT_COMPARED, CANCELS) and before[i] != after[i]:
+        if chunk.kind not in NOT_COMPARED and before[i] != after[i]:
             expected[chunk.req_id] = "mismatch"
-        elif chunk.kind in NOT_COMPARED and expected[chunk.req_id] == "verified":
+        elif i in limits and expected[chunk.req_id] == "verified":
             expected[chunk.req_id] = "unverified"
     row = tally.row(DEPTH, AS_A_WHOLE, _EXPECTED[AS_A_WHOLE])
     for req_id, outcome in expected.items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import kv_checksum_instances as rig
+import kv_checksum_reference as reference
 import numpy as np
 from kv_checksum_rig import loaded
 from vllm.v1.engine import FinishReason
@@ -23,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
     NotApplicable,
     damage_payload,
 )
-from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumPayload
 
 from .instances import (
     describe,
@@ -33,7 +33,7 @@ from .instances import (
     prompt_kv_is_right,
     target_of,
 )
-from .models import conv_layout
+from .models import compared_size, conv_layout
 from .sides import keep_verdicts
 from .strike import PADDING, TOKEN_KINDS, UNUSED, Chunk, content, strike
 from .strike import STATE_KINDS as ALL_STATE_KINDS
@@ -50,8 +50,8 @@ WAVES = 16
 WRONG_BEFORE = "limit: KV already wrong when its producer summed it"
 LATE = "limit: a late writer, after the verdict"
 WINDOW_START = "limit: first block of a window, of which P sent a part"
-SAME_BEGINNING = "limit: payload of a request with the same whole blocks"
-UNALIGNED = "unverified: D's first block begins inside a block of P"
+SAME_BEGINNING = "limit: payload of a prompt that this one begins with"
+UNALIGNED = "unverified: D's first block begins inside a unit of P"
 
 SETS = CHECK + "what is summed is what is loaded"
 ONE_VERDICT = CHECK + "every load has one verdict"
@@ -64,8 +64,7 @@ _EXPECTED = {
     **dict.fromkeys(CHECKS, ("verified",)),
     **dict.fromkeys(PAYLOAD_KINDS, ("unverified",)),
     UNALIGNED: ("unverified",),
-    # Another request's payload may be of fewer tokens or of other positions.
-    "other_request_payload": ("mismatch", "unverified"),
+    "other_request_payload": ("mismatch",),
     SAME_BEGINNING: ("verified", "unverified"),
 }
 
@@ -154,8 +153,9 @@ class Pair:
             return payload
         plan.changed = damaged != payload
         if plan.changed and plan.kind == "other_request_payload":
-            large = max(self.p.block_size, self.d.block_size)
-            if _same_beginning(wire.decode(payload), wire.decode(damaged), large):
+            other, prompt = wire.decode(damaged), self.prompts[-1]
+            beginning = prompt[: other.num_tokens]
+            if other.prompt == reference.prompt_digests(beginning):
                 plan.kind = SAME_BEGINNING
         return damaged
 
@@ -182,10 +182,14 @@ class Pair:
         lag = any(c.group and not c.is_state and c.start < first[0] for c in chunks)
         self.tally.draw(DEPTH, loads_in_which_a_group_lags=lag)
         before = [content(self.target, chunk) for chunk in chunks]
+        compared = [content(self.target, chunk, compared=True) for chunk in chunks]
         limits = [chunk.kind for chunk in chunks]
         if plan.kind in (*TOKEN_KINDS, *STATE_KINDS):
             self._damage(plan, chunks)
         after = [content(self.target, chunk) for chunk in chunks]
+        for i, (chunk, old) in enumerate(zip(chunks, compared, strict=True)):
+            if content(self.target, chunk, compared=True) != old:
+                limits[i] = CLEAN
         if plan.kind in (*PAYLOAD_KINDS, SAME_BEGINNING):
             return
         hit = {
@@ -235,12 +239,13 @@ class Pair:
                 continue
             first = -(-end // size) - len(ids)
             sent = first_token_kept(self.p.specs[group], end) // p_size * p_size
+            unit = compared_size(p_size, size)
             for at, block in enumerate(ids, first):
                 chunk = Chunk(req_id, group, [block], at, size, end)
-                if p_size > size and first * size % p_size:
-                    chunk.kind = UNALIGNED
+                if first * size % unit:
+                    chunk.kind, chunk.compared = UNALIGNED, (0, 0)
                 elif at * size < sent:
-                    chunk.kind = WINDOW_START
+                    chunk.kind, chunk.compared = WINDOW_START, (sent, end)
                 chunks.append(chunk)
         return chunks
 
@@ -397,25 +402,6 @@ class Pair:
         if {started, judged} != {len(self.told)} or fell.keys() - self.told:
             row.count("not", False)
             self.tally.example(f"{len(self.told)} loads, {dict(stats)} ({self.where})")
-
-
-def _same_beginning(
-    ours: KVChecksumPayload, other: KVChecksumPayload, large: int
-) -> bool:
-    """Whether they agree on every whole chunk of `large` tokens that both hold."""
-    whole = min(ours.num_tokens, other.num_tokens) // large * large
-    for group_id, mine in ours.groups.items():
-        theirs = other.groups[group_id]
-        first = max(mine.start, theirs.start)
-        last = whole // mine.block_size
-        if mine.block_size == 1 or ours.num_tokens == other.num_tokens:
-            last = mine.start + len(mine.values)  # a state, or to the last token
-        if not np.array_equal(
-            mine.values[first - mine.start : last - mine.start],
-            theirs.values[first - theirs.start : last - theirs.start],
-        ):
-            return False
-    return True
 
 
 def run_batch(seed: int, number: int) -> Tally:

@@ -217,7 +217,22 @@ DTYPES_AND_SIZES = (
     (torch.float8_e4m3fn, 5),
 )
 
-BLOCK_SIZES = ((16, 16), (8, 8), (32, 32), (16, 32), (32, 16), (8, 32))
+BLOCK_SIZES = (
+    (16, 16),
+    (8, 8),
+    (32, 32),
+    (16, 32),
+    (32, 16),
+    (8, 32),
+    (32, 8),
+    (96, 64),
+    (24, 8),
+)
+
+
+def compared_size(p_size: int, d_size: int) -> int:
+    """Tokens that are compared as one, for block sizes one of which fits the other."""
+    return max(16 if size % 16 == 0 else size for size in (p_size, d_size))
 
 
 def draw_model(random: Generator) -> list[Group]:

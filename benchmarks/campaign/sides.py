@@ -45,6 +45,10 @@ class Load:
     end: int
     seed: int
 
+    @property
+    def prompt(self) -> list[int]:
+        return [(self.seed + i) % 2**17 for i in range(self.num_tokens)]
+
 
 class _Connector:
     """Stands in for a connector that carries payloads in `kv_transfer_params`."""
@@ -208,8 +212,9 @@ class Side:
     def send(self, loads: list[Load]) -> tuple[dict[str, Any], dict[str, Blocks]]:
         """As producer, by request id: what its answer carries, and what was summed."""
         requests = [
-            SimpleNamespace(
+            u.Request(
                 request_id=load.req_id,
+                prompt_token_ids=load.prompt,
                 num_prompt_tokens=load.num_tokens,
                 kv_transfer_params={},
                 status=RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -229,8 +234,10 @@ class Side:
     ) -> tuple[dict[str, LoadVerdict], dict[str, Blocks]]:
         """As consumer, by request id: the verdict, and what was summed."""
         requests = {
-            load.req_id: SimpleNamespace(
+            load.req_id: u.Request(
                 request_id=load.req_id,
+                prompt_token_ids=load.prompt,
+                num_tokens=load.num_tokens,
                 kv_transfer_params=dict(params[load.req_id]),
                 status=RequestStatus.WAITING_FOR_REMOTE_KVS,
                 _block_hasher=None,

@@ -50,12 +50,13 @@ class Worker:
 
 @dataclass
 class Chunk:
-    """Blocks of one load and group that are compared as one.
+    """Blocks of one load and group that are told apart from others.
 
     Attributes:
         start: position of the first.
         block_size: tokens in each; 1 for a state.
         end: tokens of the request that the load covers.
+        compared: of which tokens of the request sums are compared.
     """
 
     req_id: str
@@ -65,6 +66,15 @@ class Chunk:
     block_size: int
     end: int
     kind: str = CLEAN
+    compared: tuple[int, int] = (0, 2**62)
+
+    def slots(self, at: int, compared: bool) -> slice:
+        """Token slots of block number `at` that count, or of them those compared."""
+        first = (self.start + at) * self.block_size
+        if not compared:
+            return slice(0, self.valid(at))
+        low, high = (max(0, token - first) for token in self.compared)
+        return slice(low, min(high, self.valid(at)))
 
     def valid(self, at: int) -> int:
         """Tokens that count in block number `at`."""
@@ -89,16 +99,16 @@ class Target:
     others: list[list[int]]
 
 
-def content(target: Target, chunk: Chunk) -> bytes:
-    """What counts of a chunk on all workers, in one order."""
+def content(target: Target, chunk: Chunk, compared: bool = False) -> bytes:
+    """What counts of a chunk on all workers, in one order, or what is compared."""
     parts = []
     for worker in target.workers[chunk.group]:
         for blocks in worker.covered:
             _, heads, _, cell = blocks.shape[1:]
             for at, block in enumerate(chunk.ids):
                 tokens = blocks[block].transpose(0, 2, 1, 3)
-                tokens = tokens.reshape(-1, heads, cell)[: chunk.valid(at)]
-                parts.append(tokens.tobytes())
+                tokens = tokens.reshape(-1, heads, cell)
+                parts.append(tokens[chunk.slots(at, compared)].tobytes())
     return b"".join(parts)
 
 

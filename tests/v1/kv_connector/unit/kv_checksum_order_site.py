@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
+from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     GroupChecksums,
     KVChecksumPayload,
@@ -64,8 +65,8 @@ def right_blocks(prompt: tuple[int, ...]) -> list[list[int]]:
 def right_payload(prompt: tuple[int, ...]) -> KVChecksumPayload:
     values = np.array([sum(b) & MASK for b in right_blocks(prompt)], np.uint64)
     group = GroupChecksums(FINGERPRINT, BLOCK, 0, values)
-    digest = reference.prompt_digest(list(prompt))
-    return KVChecksumPayload(len(prompt), WORKERS, {0: group}, digest)
+    digests = PromptDigests(*reference.prompt_digests(list(prompt)))
+    return KVChecksumPayload(len(prompt), WORKERS, {0: group}, digests)
 
 
 @cache

@@ -69,8 +69,14 @@ def by_blocks(sums: list[int], block_size: int) -> list[int]:
     return [sum(sums[i : i + number]) & MASK for i in range(0, len(sums), number)]
 
 
-def prompt_digest(token_ids: list[int]) -> int:
+def prompt_digests(token_ids: list[int]) -> tuple[int, int]:
     """What a payload says of the prompt that it was made for."""
+    whole_units = len(token_ids) // 16 * 16
+    return prompt_digest(token_ids), prompt_digest(token_ids[:whole_units])
+
+
+def prompt_digest(token_ids: list[int]) -> int:
+    """Of some tokens: their number, and the sum of the terms of their ids."""
     total = len(token_ids)
     for j in range(0, len(token_ids), 2):
         low, high = (*token_ids[j : j + 2], 0)[:2]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches, groups and sums for worker and scheduler tests."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import kv_checksum_reference as reference
@@ -121,3 +122,10 @@ def groups_of(blocks: KVChecksumBlocks) -> dict[int, tuple[int, list[int]]]:
 
 class Request(SimpleNamespace):
     """A scheduler's request, as far as checksums read it."""
+
+    prompt_token_ids: Sequence[int] | None = ()
+    prompt_embeds = None
+    mm_features = ()
+    lora_request = None
+    num_tokens = 0
+    _block_hasher = None

@@ -230,7 +230,7 @@ def test_a_stored_mismatch_names_the_store(model, wrapped, log):
         )
     d = rig.Instance(model, **{**settings, "role": "kv_both"})
     kv_checksum = d.scheduler.kv_checksum
-    request = SimpleNamespace(request_id="r", kv_transfer_params=None)
+    request = SimpleNamespace(request_id="r", kv_transfer_params=None, num_tokens=32)
     if wrapped:
         d.scheduler.connector._requests_to_connector["r"] = 1
     kv_checksum.kv_cache_manager = SimpleNamespace(

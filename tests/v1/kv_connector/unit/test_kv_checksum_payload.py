@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     GroupChecksums,
     KVChecksumPayload,
@@ -35,7 +36,7 @@ def make(num_tokens=100, unit_size=16, start=0, groups=2) -> KVChecksumPayload:
             )
             for g in range(groups)
         },
-        2**64 - 5,
+        PromptDigests(2**64 - 5, 3),
         num_tokens,
     )
 
@@ -99,7 +100,7 @@ _GROUP = msgspec.msgpack.encode((1, 16, 0, b"12345678", b""))
 
 def _outer(groups: bytes) -> bytes:
     """A payload of 16 tokens whose groups are written byte by byte."""
-    return b"\x92\x02\x95\x10\x01\x00\x00" + groups
+    return b"\x92\x02\x96\x10\x01\x00\x00\x00" + groups
 
 
 def _two_groups(first: bytes, second: bytes, count: bytes = b"\x82") -> bytes:
@@ -118,7 +119,7 @@ def test_as_many_groups_as_there_may_be(number):
     assert same(wire.decode(wire.encode(payload)), payload)
 
 
-def _bad(num_tokens, tp_size, groups, digests=(1, 0)) -> bytes:
+def _bad(num_tokens, tp_size, groups, digests=(1, 1, 0)) -> bytes:
     return msgspec.msgpack.encode(
         (wire.PAYLOAD_VERSION, (num_tokens, tp_size, *digests, groups))
     )
@@ -138,9 +139,9 @@ BAD = {
     "body is a map": msgspec.msgpack.encode((2, {})),
     "negative tokens": _bad(-1, 1, {}),
     "no ranks": _bad(1, 0, {}),
-    "digest -1": _bad(1, 1, {}, (-1, 0)),
-    "digest of 9 bytes": b"\x92\x02\x95\x01\x01\xc4\x09123456789\x00\x80",
-    "a digest of text": _bad(1, 1, {}, (1, "x")),
+    "digest -1": _bad(1, 1, {}, (1, -1, 0)),
+    "digest of 9 bytes": b"\x92\x02\x96\x01\x01\x01\x01\xc4\x09123456789\x80",
+    "a digest of text": _bad(1, 1, {}, (1, 1, "x")),
     "no digests": msgspec.msgpack.encode((2, (1, 1, {}))),
     "group is text": _bad(1, 1, {0: "x"}),
     "odd values": _bad(16, 1, {0: (1, 16, 0, b"1234567", b"")}),

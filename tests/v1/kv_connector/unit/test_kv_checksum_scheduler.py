@@ -13,6 +13,7 @@ from kv_checksum_instances import load, pair, tokens
 from vllm.v1.engine import FinishReason
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
 
 MODES = {
     "open": dict(),
@@ -116,9 +117,9 @@ def fewer_tokens(payload):
     (prompt,) = (
         tokens(100, seed)
         for seed in range(3)
-        if reference.prompt_digest(tokens(100, seed)) == payload.prompt
+        if reference.prompt_digests(tokens(100, seed)) == payload.prompt
     )
-    payload.prompt = reference.prompt_digest(prompt[:40])
+    payload.prompt = PromptDigests(*reference.prompt_digests(prompt[:40]))
     payload.num_tokens = 40
     payload.groups[0].values = payload.groups[0].values[:3]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import payload as wire
-from .binding import inputs_digest, prompt_digest
+from .binding import inputs_digest, is_bound, is_other_prompt, prompt_digests
 from .blocks import (
     blocks_given_up,
     gives_up_blocks,
@@ -86,7 +86,7 @@ class Comparison:
             num_tokens,
             self.tp_size,
             groups,
-            prompt_digest(request, num_tokens),
+            prompt_digests(request, num_tokens),
             inputs_digest(request, num_tokens),
         )
 
@@ -100,15 +100,15 @@ class Comparison:
             return LoadVerdict(unverified=Unverified.BAD_PAYLOAD, detail=str(error))
         if payload is None:
             return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
-        prompt = prompt_digest(request, payload.num_tokens)
-        if payload.prompt and prompt and payload.prompt != prompt:
+        tokens, bound = payload.num_tokens, is_bound(request)
+        if bound != bool(payload.prompt.whole):
+            return LoadVerdict(unverified=Unverified.INPUTS)
+        if bound and is_other_prompt(request, tokens, payload.prompt):
             return LoadVerdict(other_prompt=True)
-        if (payload.prompt == 0) != (prompt == 0) or (
-            payload.inputs != inputs_digest(request, payload.num_tokens)
-        ):
+        if payload.inputs != inputs_digest(request, tokens):
             return LoadVerdict(unverified=Unverified.INPUTS)
         verdict = self._compare(load, payload)
-        verdict.unbound = prompt == 0
+        verdict.unbound = not bound
         return verdict
 
     def _compare(self, load: PendingLoad, payload: KVChecksumPayload) -> LoadVerdict:

@@ -178,7 +178,7 @@ def _accept_copies(
     if copies is None:
         return
     number = len(common.expected)
-    chunk = (theirs.start + copies.at) // ratio - common.low
+    chunk: np.ndarray = (theirs.start + copies.at) // ratio - common.low
     inside = (chunk >= 0) & (chunk < number)
     change = copies.values - theirs.values[copies.at]
     keys, where = np.unique(

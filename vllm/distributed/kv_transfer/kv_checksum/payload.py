@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from .binding import PromptDigests
 from .wire_maps import decode_map
 
 PAYLOAD_VERSION = 2
@@ -120,17 +121,17 @@ class GroupChecksums:
 class KVChecksumPayload:
     """Checksums of one request, as its producer's scheduler added them up.
 
-    `prompt` and `inputs` are digests of what the KV was computed from (`bound_to`).
+    `prompt` and `inputs` are digests of what the KV was computed from.
     """
 
     num_tokens: int
     tp_size: int
     groups: dict[int, GroupChecksums]
-    prompt: int = 0
+    prompt: PromptDigests = PromptDigests(0, 0)
     inputs: int = 0
 
 
-_WIRE_COPY = np.dtype([("copy", "<u2"), ("at", "<u4"), ("value", "<u8")])
+_WIRE_COPY: np.dtype = np.dtype([("copy", "<u2"), ("at", "<u4"), ("value", "<u8")])
 
 
 class _WireGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -145,6 +146,7 @@ class _WireBody(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     num_tokens: int
     tp_size: int
     prompt: int
+    beginning: int
     inputs: int
     groups: msgspec.Raw
 
@@ -172,7 +174,7 @@ def encode(payload: KVChecksumPayload) -> bytes:
     raw = msgspec.Raw(_encoder.encode(groups))
     body = _encoder.encode(
         _WireBody(
-            payload.num_tokens, payload.tp_size, payload.prompt, payload.inputs, raw
+            payload.num_tokens, payload.tp_size, *payload.prompt, payload.inputs, raw
         )
     )
     return _encoder.encode((PAYLOAD_VERSION, msgspec.Raw(body)))
@@ -205,13 +207,14 @@ def decode(data: bytes) -> KVChecksumPayload:
     groups = decode_map(_groups_decoder, memoryview(wire.groups))
     if not (0 < wire.num_tokens < 2**40 and 0 < wire.tp_size < 2**20):
         raise ValueError("payload has an impossible number of tokens or ranks")
-    if not (0 <= wire.prompt < 2**64 and 0 <= wire.inputs < 2**64):
+    prompt = PromptDigests(wire.prompt, wire.beginning)
+    if not all(0 <= digest < 2**64 for digest in (*prompt, wire.inputs)):
         raise ValueError("payload has an impossible digest")
     return KVChecksumPayload(
         wire.num_tokens,
         wire.tp_size,
         {gid: _check_group(gid, g, wire.num_tokens) for gid, g in groups.items()},
-        wire.prompt,
+        prompt,
         wire.inputs,
     )
 
