@@ -243,6 +243,46 @@ def test_a_request_to_be_loaded_and_sent_on_is_an_ordinary_load(carrier, consume
                 assert pairs.text_of(asked.answer) == expected
 
 
+@pytest.mark.parametrize("shorter", [0, 2])
+def test_what_p_answered_for_another_prompt_is_a_mismatch(
+    carrier, consumers, p, shorter
+):
+    """A router that hands one request's parameters to another."""
+    for mode, d in consumers.items():
+        prompts = pairs.prompts_of(200 - shorter, 70 + shorter)
+        request_id = f"swapped-{mode}-{shorter}"
+        asked, expected = pairs.ask_anew(
+            p, d, prompts, 2, request_id, p_prompt=pairs.prompt_of(200, 71)
+        )
+        assert asked.counted == {"mismatch": 1}
+        assert d.metric("vllm:kv_checksum_other_prompts_total") == 1 + (shorter > 0)
+        lines = [x for x in d.log_text().splitlines() if request_id in x]
+        (line,) = [x for x in lines if "KV checksum mismatch" in x]
+        assert "another request's KV" in line
+        if mode == "fail":
+            assert pairs.error_of(asked.answer).startswith("KV checksum mismatch")
+        elif mode == "recompute":
+            assert pairs.text_of(asked.answer) == expected
+        # The same prompt's own KV, after what came of the other's.
+        again = [pairs.prompts_of(200 - shorter, 70 + shorter)[0]]
+        asked, expected = pairs.ask_anew(p, d, again * 5, 2, f"own-{request_id}")
+        assert pairs.text_of(asked.answer) == expected
+        assert asked.counted.keys() <= {"verified"}
+
+
+def test_one_request_of_two_prompts_shares_one_answer(carrier, consumers, p):
+    if carrier != "nixl_pull":
+        pytest.skip("P names one request, and D's two ask for it by two names")
+    d = consumers["fail-open"]
+    both = [pairs.prompt_of(100, 81), pairs.prompt_of(100, 82)]
+    params = prefill(p, both, request_id="two")
+    before = pairs.loads(d)
+    answer = d.completions(both, 2, params, request_id="two")
+    assert len(answer.raise_for_status().json()["choices"]) == 2
+    counted = {k: n - before[k] for k, n in pairs.loads(d).items()}
+    assert counted == {"verified": 1, "mismatch": 1, "unverified": 0}
+
+
 def test_two_hundred_at_once_and_nothing_stays(carrier, common):
     """In float32: texts are compared, and batches of other sizes round otherwise."""
     model, name = tiny_qwen3("float32"), f"e2e-{carrier}-many"

@@ -38,35 +38,38 @@ def prefill_decode(
     *,
     request_id: str | None = None,
     merged: Params | None = None,
+    p_prompt: Prompt | None = None,
     **body: Any,
 ) -> httpx.Response:
     """Prefill on ``p``, decode on ``d`` as ``p``'s connector wants it; return ``d``'s response, whatever its status.
 
-    ``merged`` is added to the parameters that ``d`` gets, as a router may do that merges parameters.
+    ``merged`` is added to the parameters that ``d`` gets, as a router may do that merges parameters. ``p_prompt``
+    is what ``p`` is asked instead, as by a router that mixes requests up.
     """
     shared = request_id or str(uuid.uuid4())
     route = _at_once if p.connector == "MooncakeConnector" else _one_by_one
-    return route(p, d, prompt, max_tokens, shared, merged or {}, body)
+    prompts = (prompt if p_prompt is None else p_prompt, prompt)
+    return route(p, d, prompts, max_tokens, shared, merged or {}, body)
 
 
 def _one_by_one(
     p: Server,
     d: Server,
-    prompt: Prompt,
+    prompts: tuple[Prompt, Prompt],
     max_tokens: int,
     shared: str,
     merged: Params,
     body: Params,
 ) -> httpx.Response:
     """NIXL: hand everything that P returned to D. Push mode matches the two by their equal X-Request-Id."""
-    params = {**prefill(p, prompt, request_id=shared), **merged}
-    return d.completions(prompt, max_tokens, params, request_id=shared, **body)
+    params = {**prefill(p, prompts[0], request_id=shared), **merged}
+    return d.completions(prompts[1], max_tokens, params, request_id=shared, **body)
 
 
 def _at_once(
     p: Server,
     d: Server,
-    prompt: Prompt,
+    prompts: tuple[Prompt, Prompt],
     max_tokens: int,
     shared: str,
     merged: Params,
@@ -77,13 +80,13 @@ def _at_once(
     answers: list[httpx.Response] = []
     prefilling = threading.Thread(
         target=lambda: answers.append(
-            p.completions(prompt, 1, ask_p, request_id=shared)
+            p.completions(prompts[0], 1, ask_p, request_id=shared)
         )
     )
     ask_d |= merged
     prefilling.start()
     try:
-        answer = d.completions(prompt, max_tokens, ask_d, request_id=shared, **body)
+        answer = d.completions(prompts[1], max_tokens, ask_d, request_id=shared, **body)
     finally:
         prefilling.join()
     for answered in answers:
