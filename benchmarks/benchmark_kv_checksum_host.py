@@ -26,16 +26,26 @@ from without_vllm import stand_in_for_vllm, vllm_is_installed  # noqa: E402
 
 stand_in_for_vllm()
 
-from vllm.distributed.kv_transfer.kv_checksum import payload, rows, verdict  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum import (  # noqa: E402
+    group_comparison,
+    payload,
+    rows,
+)
+from vllm.distributed.kv_transfer.kv_checksum.binding import (  # noqa: E402
+    prompt_digests,
+)
+from vllm.distributed.kv_transfer.kv_checksum.blocks import Units  # noqa: E402
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (  # noqa: E402
     KVChecksumBlocks,
     KVChecksumGroup,
     KVChecksumRecord,
     add_records,
     replica_checks,
+    unit_size,
 )
+from vllm.distributed.kv_transfer.kv_checksum.layout import GroupView  # noqa: E402
 
-BLOCK_SIZE, WORKERS = 16, 8
+WORKERS = 8
 
 Step = tuple[str, str, Callable[[], Any]]
 
@@ -44,8 +54,8 @@ def block_ids(number: int, seed: int = 0) -> list[int]:
     return (1 + np.random.RandomState(seed).permutation(number)).tolist()
 
 
-def work_of(requests: int, tokens: int) -> dict[str, KVChecksumBlocks]:
-    number = tokens // BLOCK_SIZE
+def work_of(requests: int, tokens: int, size: int) -> dict[str, KVChecksumBlocks]:
+    number = tokens // size
     return {
         f"request-{i}": KVChecksumBlocks(
             tokens, {0: (0, np.array(block_ids(number, i)))}
@@ -54,10 +64,10 @@ def work_of(requests: int, tokens: int) -> dict[str, KVChecksumBlocks]:
     }
 
 
-def records_of(tokens: int, replicas: int) -> list[KVChecksumRecord]:
+def records_of(units: int, replicas: int) -> list[KVChecksumRecord]:
     """What `WORKERS` workers report for one request."""
     random = np.random.RandomState(1)
-    shape = (tokens // BLOCK_SIZE, 1)
+    shape = (units, 1)
     return [
         KVChecksumRecord(
             0,
@@ -76,9 +86,9 @@ def records_of(tokens: int, replicas: int) -> list[KVChecksumRecord]:
     ]
 
 
-def steps_of_rows(requests: int, tokens: int) -> list[Step]:
-    group: Any = SimpleNamespace(block_size=BLOCK_SIZE, replica_keys=((1, 0),))
-    work = work_of(requests, tokens)
+def steps_of_rows(requests: int, tokens: int, size: int) -> list[Step]:
+    group = GroupView(0, size, [], 0, ((1, 0),))
+    work = work_of(requests, tokens, size)
     steps: list[Step] = [
         ("P, D worker", "rows", lambda: rows.build_rows({0: group}, work)),
         ("P, D", "pickle what workers are asked", lambda: pickle.dumps(work, 5)),
@@ -95,13 +105,13 @@ def steps_of_rows(requests: int, tokens: int) -> list[Step]:
         )
 
         spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
+            block_size=size, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
         )
         config = SimpleNamespace(
             transfer_group_ids=[0],
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
         )
-        ids = [[block_ids(tokens // BLOCK_SIZE, i)] for i in range(requests)]
+        ids = [[block_ids(tokens // size, i)] for i in range(requests)]
         held = [KVCacheBlocks(([KVCacheBlock(b) for b in i],)) for (i,) in ids]
         steps[:0] = [
             (
@@ -197,7 +207,7 @@ def scheduler_part() -> Any:
             ),
         ),
         None,
-        SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=BLOCK_SIZE)),
+        SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=16)),
         SimpleNamespace(kv_cache_groups=[]),
     )
 
@@ -220,21 +230,24 @@ def print_decode_steps(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def steps_of_sums(tokens: int) -> list[Step]:
+def steps_of_sums(tokens: int, size: int) -> list[Step]:
     """A request's end on P, and its verdict on D."""
-    parts, copies = records_of(tokens, 1), records_of(tokens, WORKERS)
+    unit = unit_size(size)
+    units = Units(unit, size // unit)
+    parts, copies = (records_of(tokens // unit, n) for n in (1, WORKERS))
     values = replica_checks(add_records(parts, "r", 0))[0]
-    sent = payload.KVChecksumPayload(
-        tokens, WORKERS, {0: payload.GroupChecksums(1, BLOCK_SIZE, 0, values)}
-    )
+    group = payload.GroupChecksums(1, unit, 0, values)
+    sent = payload.KVChecksumPayload(tokens, WORKERS, {0: group})
     text = payload.encode_text(sent)
     received = payload.decode_text(text)
+    # As a request that was received holds them: objects of their own.
+    prompt = [int(str(token)) for token in block_ids(tokens)]
+    request = SimpleNamespace(prompt_embeds=None, prompt_token_ids=prompt)
 
-    def judge(block_size: int, checks: list[np.ndarray]) -> Callable[[], Any]:
-        local = {0: verdict.LocalGroup(1, block_size, 0, checks)}
-        return lambda: verdict.judge(received, local, tokens)
+    def judge(checks: list[np.ndarray]) -> Callable[[], Any]:
+        local: Any = {0: group_comparison.LocalGroup(1, units, 0, checks)}
+        return lambda: group_comparison.judge(received, local, tokens)
 
-    pairs = values.reshape(-1, 2).sum(axis=1, dtype=np.uint64)
     add = f"add the records of {WORKERS} workers"
     return [
         (
@@ -247,12 +260,16 @@ def steps_of_sums(tokens: int) -> list[Step]:
             f"{add}, each a replica",
             lambda: replica_checks(add_records(copies, "r", 0)),
         ),
+        (
+            "P, D scheduler",
+            "digest of the prompt",
+            lambda: prompt_digests(request, tokens),
+        ),
         ("P scheduler", "encode the payload", lambda: payload.encode_text(sent)),
         ("D scheduler", "decode the payload", lambda: payload.decode_text(text)),
-        ("D scheduler", "compare", judge(BLOCK_SIZE, [values])),
-        ("D scheduler", f"compare {WORKERS} replicas", judge(16, [values] * WORKERS)),
-        ("D scheduler", "compare, block size 32 on D", judge(2 * BLOCK_SIZE, [pairs])),
-        ("D scheduler", "compare, every block differs", judge(16, [values + 1])),
+        ("D scheduler", "compare", judge([values])),
+        ("D scheduler", f"compare {WORKERS} replicas", judge([values] * WORKERS)),
+        ("D scheduler", "compare, every block differs", judge([values + 1])),
     ]
 
 
@@ -272,21 +289,27 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=30, metavar="N")
     parser.add_argument(
+        "--block-size", type=int, default=16, metavar="TOKENS", help="of both sides"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="one JSON object at the end"
     )
     args = parser.parse_args()
-    results = []
+    size, results = args.block_size, []
     for requests, tokens in ((1, 131072), (128, 1024)):
-        values = np.arange(requests * tokens // BLOCK_SIZE, dtype=np.uint64)
+        number = requests * tokens // unit_size(size)
+        values = np.arange(number, dtype=np.uint64)
         one_pass = microseconds(lambda v=values: v + v, args.repeats)  # type: ignore[misc]
         print(
-            f"\n{requests} request(s) of {tokens} tokens, {len(values)} blocks;", end=""
+            f"\n{requests} request(s) of {tokens} tokens, blocks of {size}, "
+            f"{len(values)} sums;",
+            end="",
         )
         print(f" one NumPy pass: {one_pass:.1f} us")
         print(f"{'where':<16}{'what':<44}{'us':>9}{'passes':>9}")
-        steps = steps_of_rows(requests, tokens)
+        steps = steps_of_rows(requests, tokens, size)
         if requests == 1:
-            steps += steps_of_sums(tokens)
+            steps += steps_of_sums(tokens, size)
         for where, what, run in steps:
             took = microseconds(run, args.repeats)
             print(f"{where:<16}{what:<44}{took:>9.1f}{took / one_pass:>9.1f}")

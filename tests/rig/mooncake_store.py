@@ -172,6 +172,6 @@ class MooncakeStore:
 
 def key(model: Path, rank: int, block_hash: bytes, *, checksums: bool = True) -> str:
     """Return the key of one block and TP rank."""
-    namespace = "@kv_checksums" if checksums else ""
+    namespace = "@kv_checksums2" if checksums else ""
     ranks = f"@tp_rank:{rank}@pcp0@dcp0@pp_rank:0@group:0"
     return f"{model.name}{namespace}{ranks}@{block_hash.hex()}"

@@ -28,7 +28,8 @@ from .wire_maps import decode_map
 
 logger = init_logger(__name__)
 
-NAMESPACE = "@kv_checksums"
+NAMESPACE = "@kv_checksums2"
+"""Names the version of the checksum's definition: values of another are not found."""
 
 REMOVE_MSG = b"remove_kv_checksum_failures"
 """Tag, on the lookup channel, of a request to remove blocks on every rank."""
