@@ -194,7 +194,7 @@ def totals(tally: Tally) -> list[str]:
         line = f"- {name}: {total.missed[k]:,} ({few.missed[k]:,} in KV of few values)"
         if tally[worst].missed[k]:
             share = tally[worst].missed[k] / tally[worst].sets
-            line += f"; most, {share:.2%}, of: {worst.name}"
+            line += f"; most, {share:.2g} of all, in: {worst.name}"
         lines.append(line)
     return lines
 

@@ -123,7 +123,7 @@ def test_what_definition_1_misses_definition_2_sees(places):
 
 
 def test_definition_2_has_its_sets_too():
-    """One of 50 million like it: the limit that the document gives is real."""
+    """One in some ten million of its kind: the limit in the design document is real."""
     places = [(layer, 5, 0xECBCC) for layer in (0, 17, 34, 51)]
     before = [SIGN, 0, 0, SIGN]
     after = [x ^ SIGN for x in before]
