@@ -50,7 +50,7 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
-	$(BIN)/mypy benchmarks/fault_campaign.py benchmarks/fault_corners.py benchmarks/campaign
+	$(BIN)/mypy benchmarks/fault_campaign.py benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/campaign benchmarks/spacing
 
 fuzz: env
 	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
