@@ -2,8 +2,12 @@
 """The drill: each damage changes exactly what it says, and nothing starts unasked."""
 
 import random
+from collections import Counter
+from contextlib import ExitStack
 from types import SimpleNamespace
 
+import kv_checksum_instances as rig
+import kv_checksum_real_workers as real
 import kv_checksum_utils as u
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, payload
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
     KINDS,
+    PAYLOAD_KINDS,
     LayerCache,
     LoadedBlocks,
     NotApplicable,
@@ -20,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill import (
     Fault,
+    KVChecksumFaultDrill,
     _drilled,
     drill_faults,
     drill_options,
@@ -365,3 +371,47 @@ def test_which_loads_are_damaged(monkeypatch):
     monkeypatch.setattr(random, "random", random.Random(5).random)
     hits = sum(drill._fault("cmpl-rare-1") is not None for _ in range(2000))
     assert 400 < hits < 600
+
+
+# ---- loads through the drill
+
+UNVERIFIED = {"lost_payload", "other_version_payload", "cut_payload"}
+"""Kinds that leave nothing to compare with; all others are mismatches."""
+
+
+def drilled_pair(stack: ExitStack, model, transport: str):
+    """Start P, and a D whose connector damages loads by the beginning of their ids."""
+    p = real.real_instance(stack, model, "kv_producer", transport)
+    faults = {f"{kind}-": kind for kind in (*KINDS, *PAYLOAD_KINDS)}
+    options = {**OPTED_IN, "connector": p.transport.connector, "faults": faults}
+    d = real.real_instance(
+        stack,
+        model,
+        "kv_consumer",
+        transport,
+        kv_connector=KVChecksumFaultDrill.__name__,
+        kv_connector_module_path=KVChecksumFaultDrill.__module__,
+        kv_connector_extra_config={"kv_checksum_fault_drill": options},
+    )
+    return p, d
+
+
+@pytest.mark.parametrize("transport", ["pull", "push"])
+def test_every_kind_of_damage_has_its_verdict(model, transport):
+    """Load through the drill's own two sides, over the real NIXL.
+
+    D asks itself in every step whether it sums what it loads, and `conftest` at the
+    end whether each load was counted once.
+    """
+    with ExitStack() as stack:
+        p, d = drilled_pair(stack, model, transport)
+        expected = Counter()
+        for seed, kind in enumerate(["clean", *KINDS, *PAYLOAD_KINDS]):
+            prompt = rig.tokens(300, seed)
+            params = rig.prefill(p, f"cmpl-{kind}-0-aaaaaaaa", prompt)
+            request = d.add(f"cmpl-{kind}-0-bbbbbbbb", prompt, params)
+            real.run(p, d, request.is_finished)
+            damaged = "unverified" if kind in UNVERIFIED else "mismatch"
+            expected["verified" if kind == "clean" else damaged] += 1
+            assert {x: d.loads(x) for x in expected} == expected, kind
+        assert d.loads_compared == expected.total() and not d.unsummed
