@@ -208,7 +208,7 @@ def scheduler_part() -> Any:
         ),
         None,
         SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=16)),
-        SimpleNamespace(kv_cache_groups=[]),
+        SimpleNamespace(kv_cache_groups=[], kv_checksum_skipped=None),
     )
 
 

@@ -390,3 +390,40 @@ def store_calls(server):
         for operation in ("lookup_exists", "save_exists", "save_put")
         for what in ("", "_keys")
     }
+
+
+def test_a_rank_that_declines_stored_checksums_declines_them_for_all(
+    forks, model, reference, hashes, tmp_path
+):
+    """Rank 1 cannot sum what rank 0 can: nothing is stored, and that is said."""
+    common = dict(
+        model=model,
+        dtype="float32",
+        fork_server=forks,
+        tp=2,
+        transfer={"enable_kv_checksum": True},
+    )
+    declines = {"KV_CHECKSUM_RIG_SKIP_RANK": "1"}
+    prompt = random_prompt("declined", 300)
+    with MooncakeStore(tmp_path) as store:
+        a = store.instance("declined-a", "kv_producer", env=declines, **common)
+        b = store.instance("declined-b", "kv_consumer", env=declines, **common)
+        with serving(a, b):
+            expected = text(reference, prompt)
+            assert text(a, prompt) == expected
+            ranks = range(2)
+            store.wait_for(
+                [
+                    key(model, r, h, checksums=False)
+                    for h in hashes(prompt)
+                    for r in ranks
+                ]
+            )
+            assert text(b, prompt) == expected
+            assert counts(b) == {**NONE, "unverified": 1}
+            assert pairs.unverified(b, "no_carrier") == 1
+    log = b.log_text()
+    reason = "KV cache group 0: memory_layout: for the test"
+    assert f"MooncakeStoreConnector stores no KV checksums: {reason}" in log
+    assert log.count(f"Loads from the Mooncake store are not checked: {reason}") == 2
+    assert "are verified, stored" not in log and "store are checked" not in log

@@ -67,6 +67,17 @@ def servers_of_every_refusal(store, forks):
             env={"VLLM_ENABLE_V1_MULTIPROCESSING": processes},
             fork_server=forks,
         )
+        yield store.instance(
+            f"refused-declined-{processes}",
+            "kv_both",
+            model=tiny_qwen3(),
+            transfer=CLOSED,
+            env={
+                "VLLM_ENABLE_V1_MULTIPROCESSING": processes,
+                "KV_CHECKSUM_RIG_SKIP_RANK": "0",
+            },
+            fork_server=forks,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -109,4 +120,17 @@ def test_a_store_of_a_windowed_model_is_refused_once_its_groups_are_known(
     assert lines, log[-3000:]
     assert all("MooncakeStoreConnector stores no KV checksums" in x for x in lines)
     assert all("take MooncakeStoreConnector out" in x for x in lines)
+    assert "KV checksums are on" not in log
+
+
+@pytest.mark.parametrize("processes", "01")
+def test_a_store_whose_worker_declines_is_refused_once_its_caches_are_there(
+    processes, ended
+):
+    status, log = ended[f"declined-{processes}"]
+    assert status not in (0, None)
+    lines = [x for x in log.splitlines() if "kv_checksum_fail_closed is set" in x]
+    assert lines, log[-3000:]
+    reason = "MooncakeStoreConnector stores no KV checksums: KV cache group 0: "
+    assert all(reason in x for x in lines)
     assert "KV checksums are on" not in log

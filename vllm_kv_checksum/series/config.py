@@ -5,7 +5,8 @@ docstrings document them. ``vllm serve --help`` does not list a JSON argument's 
 its text names them. Model Runner V1 has a list of
 what it does not support: checksums join it. What fail-closed refuses is refused before
 any connector starts a thread, so that the process ends: from the configuration, and,
-where it depends on the KV cache groups, before the workers get theirs.
+where it depends on the KV cache groups, before the workers get theirs. Which groups the
+workers skip they are asked once they have theirs.
 """
 
 from ..edits import Module, assign
@@ -64,6 +65,14 @@ with engine_core.function("EngineCore._initialize_kv_caches") as f:
     f.after(
         assign("scheduler_kv_cache_config"),
         "coverage.refuse_unchecked(vllm_config, scheduler_kv_cache_config)",
+    )
+    f.after(
+        "self.model_executor.initialize_from_config(kv_cache_configs)",
+        """
+        coverage.ask_workers(
+            vllm_config, scheduler_kv_cache_config, self.model_executor
+        )
+        """,
     )
 
 arguments = Module("engine/arg_utils.py")

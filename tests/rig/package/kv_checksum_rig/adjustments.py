@@ -34,6 +34,9 @@ def apply() -> None:
     hybrid_adjustments.apply()
     on_import("vllm.platforms.cpu", async_scheduling)
     on_import("torch.cpu", no_amx)
+    on_import(
+        "vllm.distributed.kv_transfer.kv_checksum.groups", skip_the_groups_of_one_rank
+    )
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
     on_import(
         "vllm.distributed.device_communicators.shm_broadcast", no_broadcast_busy_loop
@@ -42,6 +45,26 @@ def apply() -> None:
         "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector",
         device_zero_without_accelerator,
     )
+
+
+def skip_the_groups_of_one_rank(groups: ModuleType) -> None:
+    """Let the TP rank that ``KV_CHECKSUM_RIG_SKIP_RANK`` names skip its KV cache groups.
+
+    No layout that a CPU can run is one that only some workers cannot sum.
+    """
+    rank = os.environ.get("KV_CHECKSUM_RIG_SKIP_RANK")
+    if rank is None:
+        return
+    stock: Any = groups.build_group  # type: ignore[attr-defined]
+
+    @functools.wraps(stock)
+    def build_group(*args: Any) -> Any:
+        shard = next(arg for arg in args if hasattr(arg, "tp_rank"))
+        if str(shard.tp_rank) == rank:
+            raise groups.SkipGroup("for the test")  # type: ignore[attr-defined]
+        return stock(*args)
+
+    groups.build_group = build_group  # type: ignore[attr-defined]
 
 
 def slow_nixl_progress_thread(api: ModuleType) -> None:

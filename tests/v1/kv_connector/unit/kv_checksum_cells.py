@@ -38,10 +38,16 @@ def token_major(cells):
     return cells.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def kernel_split(cells):
+def kernel_split(cells, number=2):
     blocks, heads, tokens, content = cells.shape
-    parts = cells.view(blocks, heads, 2, tokens // 2, content).transpose(1, 2)
-    return parts.reshape(blocks * 2, heads, tokens // 2, content)
+    size = tokens // number
+    parts = cells.view(blocks, heads, number, size, content).transpose(1, 2)
+    return parts.reshape(blocks * number, heads, size, content)
+
+
+def kernel_blocks_of_2(cells):
+    """Several to a unit, and several units to a block."""
+    return kernel_split(cells, cells.shape[2] // 2)
 
 
 def kernel_split_token_major(cells):
@@ -60,12 +66,14 @@ LAYOUTS = [
     token_major,
     kernel_split,
     kernel_split_token_major,
+    kernel_blocks_of_2,
     interleaved,
 ]
 
 SHAPES = {
     "GQA": (4, 3, 16, 64),
     "one head, several tiles": (4, 1, 16, 1152),
+    "units of several kernel blocks": (4, 3, 64, 32),
     "units of 1,280 pieces": (4, 2, 64, 8 * 80),
     "chunks beyond 16K pieces": (4, 2, 120, 8 * 160),
     "many heads": (4, 40, 4, 16),

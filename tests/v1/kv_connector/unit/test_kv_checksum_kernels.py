@@ -13,6 +13,7 @@ from kv_checksum_cells import (
     SHAPES,
     expected,
     factors_of,
+    kernel_split,
     random_cells,
     rows_for,
     run,
@@ -20,7 +21,7 @@ from kv_checksum_cells import (
 )
 
 from vllm.distributed.kv_transfer.kv_checksum import cpu_path, kernels, torch_path
-from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView
+from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView, SkipGroup
 
 IMPLEMENTATIONS = {
     "torch": torch_path.prepare,
@@ -99,3 +100,9 @@ def test_sums_are_added_to_one_column_of_a_wider_matrix(prepare):
     with np.errstate(over="ignore"):
         assert out[:, 1].tolist() == (sums + np.array([1, 4, 7, 10])).tolist()
     assert out[:, 0].tolist() == [0, 3, 6, 9] and out[:, 2].tolist() == [2, 5, 8, 11]
+
+
+def test_kernel_blocks_that_units_cut_are_not_read():
+    cells = random_cells(4, 2, 48, 32)
+    with pytest.raises(SkipGroup, match="24 tokens and units of 16 do not nest"):
+        view(cells, kernel_split(cells))

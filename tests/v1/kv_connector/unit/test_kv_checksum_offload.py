@@ -15,11 +15,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
+    KVChecksumGroup,
+    KVChecksumRecord,
     KVChecksumScheduled,
     mooncake_store,
     simple_cpu_offload,
@@ -107,13 +113,72 @@ def test_entries_are_each_rank_s_own_sums_under_their_tags(size):
     assert [int(v) for v in total] == reference.by_blocks(sums, size)
 
 
+@pytest.mark.parametrize("size", [16, 48])
+def test_runs_of_several_requests_are_saved_at_once(size):
+    whole, ranks = caches(block_size=size)
+    (worker,) = workers_of(ranks)
+    entries = worker.init_block_checksums([0])
+    runs = [BlockRun(0, 2, [4, 9, 11], HASHES[:3]), BlockRun(0, 0, [3, 8], HASHES[3:5])]
+    worker.save_block_checksums(runs)
+    for run in runs:
+        tags = block_checksum_tags(run.block_hashes, worker.groups[0].fingerprint)
+        found = (entries[run.block_ids].numpy().view(np.uint64) ^ tags).tolist()
+        end = (run.start + len(run.block_ids)) * size
+        sums = u.expected_sums(whole, run.block_ids, run.start, end)
+        assert found == reference.by_blocks(sums, size)
+
+
+def test_an_entry_is_of_every_layer_whatever_its_replicas():
+    """Attention that TP splits, and latents that every rank holds whole."""
+    attention = u.full_spec()
+    latents = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
+    )
+    names = u.names(0, 1)
+    specs = dict(zip(names, (attention, latents), strict=True))
+    kv = {n: u.random_cache(9, spec, seed=len(n)) for n, spec in specs.items()}
+    uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    worker = u.worker(u.config(9, (names, uniform)), kv, tp_size=2)
+    assert worker.groups[0].replica_keys == ((1, 0), (2, 0))
+    entries = worker.init_block_checksums([0])
+    worker.save_block_checksums([BlockRun(0, 1, [4, 7], HASHES[:2])])
+    tags = block_checksum_tags(HASHES[:2], worker.groups[0].fingerprint)
+    found = entries[[4, 7]].numpy().view(np.uint64) ^ tags
+    parts = [u.expected_sums({n: kv[names[n]]}, [4, 7], 1, 48) for n in (0, 1)]
+    assert found.tolist() == [sum(pair) % 2**64 for pair in zip(*parts, strict=True)]
+
+
 def test_saving_needs_entries_and_entries_need_a_summed_group():
     (worker,) = workers_of(caches()[1])
     with pytest.raises(ValueError, match="init_block_checksums was not called"):
         worker.save_block_checksums([])
-    worker.skipped[1] = "why"
+    worker.skipped_anywhere[1] = "why"
     with pytest.raises(ValueError, match="KV cache group 1: why"):
         worker.init_block_checksums([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("start", "number", "reason"),
+    [
+        (4, 12, None),
+        (4, 11, Unverified.OTHER_BLOCKS),
+        (4, 16, Unverified.OTHER_BLOCKS),
+        (1, 12, Unverified.OTHER_BLOCKS),
+    ],
+)
+def test_sums_of_other_units_than_those_loaded_are_not_compared(start, number, reason):
+    """Three blocks of four units each, from the second one on."""
+    values = np.ones((number, 1), np.uint64)
+    tags = block_checksum_tags(HASHES[:3], 7)
+    record = KVChecksumRecord(
+        0,
+        0,
+        {"r": {0: KVChecksumGroup(start, ((1, 0),), values)}},
+        fingerprints={0: 7},
+        stored={"r": {0: np.full(3, 4, np.uint64) ^ tags}},
+    )
+    verdict = compare_stored([record], "r", 0, 1, HASHES[:3], 4)
+    assert verdict.unverified is reason and verdict.positions == []
 
 
 # ---- a load on one worker

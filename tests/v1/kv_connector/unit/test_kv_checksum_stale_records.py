@@ -7,6 +7,7 @@ from collections import Counter
 
 import kv_checksum_instances as rig
 import kv_checksum_utils as u
+import numpy as np
 import pytest
 from kv_checksum_instances import load, pair, tokens
 from kv_checksum_misreports import Faults
@@ -16,10 +17,13 @@ from test_kv_checksum_scheduler import flip_bit
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
+    KVChecksumGroup,
     KVChecksumOutput,
+    KVChecksumRecord,
     KVChecksumScheduled,
 )
 from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.pending import NotComparable, Pending
 from vllm.distributed.kv_transfer.kv_checksum.stored_loads import compare_stored
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
@@ -143,3 +147,28 @@ def test_stored_checksums_of_a_worker_that_reports_part(lost):
     verdict = compare_stored(records, "r", 0, 0, HASHES[:2], 1)
     assert verdict.unverified in (Unverified.OTHER_BLOCKS, Unverified.ONE_SIDE_ONLY)
     assert verdict.compared == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "number", "right"),
+    [(8, 12, True), (8, 11, False), (8, 8, False), (4, 12, False), (2, 12, False)],
+)
+def test_a_worker_reports_every_unit_that_was_asked_for(start, number, right):
+    """Three blocks of four units each, from the request's third block on."""
+    asked = KVChecksumBlocks(320, {0: (2, [7, 5, 6])}, seq=4)
+    values = np.zeros((number, 1), np.uint64)
+    record = KVChecksumRecord(
+        0,
+        0,
+        {"r": {0: KVChecksumGroup(start, ((1, 0),), values)}},
+        fingerprints={0: 1},
+        num_tokens={"r": 320},
+        seqs={"r": 4},
+    )
+    pending = Pending("r", asked)
+    pending.take(record)
+    if right:
+        assert pending.parts(0, 4)[1, 0].values.shape == (12,)
+        return
+    with pytest.raises(NotComparable, match="other_blocks"):
+        pending.parts(0, 4)

@@ -111,16 +111,24 @@ def test_units_past_the_last_token_are_not_compared():
 # ---- replicas of the producer
 
 
+def test_a_copy_counts_where_it_is_alone():
+    """D loads from the second unit on; a copy differs in the first."""
+    sums = values(6)
+    sums[5:] += np.array([99], np.uint64) - values(1)
+    local = LocalGroup(1, BLOCKS_OF_16, 1, [sums[1:]])
+    assert compare_group(with_copies(), 96, local, 96).positions == [5]
+
+
 def copies_of(*entries):
     copy, at, found = zip(*entries, strict=True)
     return OtherCopies(np.array(copy), np.array(at), np.array(found, np.uint64))
 
 
 def with_copies(unit_size=16):
-    """Six values; copy 0 differs at 1 and 4, copy 1 at 4 in another way."""
-    return GroupChecksums(
-        1, unit_size, 0, values(6), copies_of((0, 1, 100), (0, 4, 101), (1, 4, 102))
-    )
+    """Six values; copy 0 differs at 0, 1 and 4, copy 1 at 2, 3 and at 4 in another way."""
+    first = ((0, 0, 99), (0, 1, 100), (0, 4, 101))
+    second = ((1, 2, 200), (1, 3, 201), (1, 4, 102))
+    return GroupChecksums(1, unit_size, 0, values(6), copies_of(*first, *second))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +156,16 @@ def test_each_copy_of_the_producer_is_right(changes, positions):
 
 @pytest.mark.parametrize(
     ("changes", "positions"),
-    [({}, []), ({4: 101}, []), ({4: 102}, []), ({1: 100, 4: 102}, []), ({4: 100}, [2])],
+    [
+        ({}, []),
+        ({4: 101}, []),
+        ({4: 102}, []),
+        ({0: 99, 1: 100, 4: 102}, []),
+        ({2: 200, 3: 201}, []),
+        ({2: 200}, [1]),
+        ({1: 100}, [0]),
+        ({4: 100}, [2]),
+    ],
 )
 def test_copies_add_up_over_a_chunk(changes, positions):
     """P's units of 8 tokens against D's of 16."""
@@ -205,6 +222,12 @@ def test_verified_means_that_every_loaded_block_was_compared(
     assert load.outcome == (
         "mismatch" if bad else "unverified" if reason else "verified"
     )
+
+
+def test_a_state_is_compared_with_a_state_alone():
+    local = LocalGroup(1, Units(1, 1), 0, [values(1)], is_state=True)
+    verdict = compare_group(GroupChecksums(1, 16, 0, values(1)), 1, local, 1)
+    assert verdict.unverified is Unverified.BLOCK_SIZES
 
 
 def test_of_a_window_the_producer_may_have_given_up_the_first_block():

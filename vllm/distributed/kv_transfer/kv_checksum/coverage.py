@@ -3,7 +3,8 @@
 
 Told from the configuration alone, so that what `kv_checksum_fail_closed` refuses is
 refused before any connector exists. What depends on the KV cache groups is known once
-they are planned, and asked again then.
+they are planned, and asked again then; what depends on the caches themselves, once the
+workers have them.
 """
 
 from collections.abc import Iterator
@@ -138,6 +139,30 @@ def sums_blocks(vllm_config: Any, kv_cache_config: Any = None) -> bool:
         return False
     coverage = connector_coverage(vllm_config, kv_cache_config)
     return any(connector.not_checked is None for connector in coverage)
+
+
+def ask_workers(vllm_config: Any, kv_cache_config: Any, executor: Any) -> None:
+    """Note in the scheduler's KV cache configuration which groups a worker skips.
+
+    To be called when the workers have their caches, before the scheduler and its
+    connectors are made: so both sides of a connector decide alike what is stored.
+
+    Raises:
+        ValueError: as `refuse_unchecked`.
+    """
+    if not sums_blocks(vllm_config, kv_cache_config):
+        return
+    skipped: dict[int, str] = {}
+    for reasons in executor.collective_rpc(skipped_groups):
+        skipped = {**reasons, **skipped}
+    kv_cache_config.kv_checksum_skipped = skipped
+    refuse_unchecked(vllm_config, kv_cache_config)
+
+
+def skipped_groups(worker: Any) -> dict[int, str]:
+    """Which groups a worker of vLLM's does not sum, and why; called there."""
+    checksums = getattr(worker.model_runner.kv_connector, "kv_checksum_worker", None)
+    return {} if checksums is None else dict(checksums.skipped)
 
 
 def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:

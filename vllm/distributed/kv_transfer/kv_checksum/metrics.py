@@ -74,7 +74,7 @@ class KVChecksumProm:
         skipped = gauge_cls(
             name="vllm:kv_checksum_skipped_groups",
             documentation="KV cache groups that this engine does not checksum, by "
-            "reason; known once a request was summed.",
+            "reason.",
             multiprocess_mode="mostrecent",
             labelnames=[*labelnames, "reason"],
         )

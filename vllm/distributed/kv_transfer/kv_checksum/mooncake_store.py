@@ -67,7 +67,11 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return None
     if kv_cache_config.hisparse_host_num_blocks is not None:
         return "the KV cache is host-resident in part"
-    return why_whole_blocks_differ(kv_cache_config.prefix_cacheable_groups)
+    return why_whole_blocks_differ(
+        kv_cache_config.prefix_cacheable_groups
+    ) or why_not_summed(
+        kv_cache_config.kv_checksum_skipped, kv_cache_config.prefix_cacheable_group_ids
+    )
 
 
 class MooncakeStoreChecksums:
@@ -253,7 +257,7 @@ def create_mooncake_store_checksums(
     if store_worker._capacity_only:
         return None
     group_ids = store_worker._kv_cache_config.prefix_cacheable_group_ids
-    reason = reason or why_not_summed(checksums, group_ids)
+    reason = reason or why_not_summed(checksums.skipped_anywhere, group_ids)
     if reason is not None:
         logger.warning("Loads from the Mooncake store are not checked: %s", reason)
         return None

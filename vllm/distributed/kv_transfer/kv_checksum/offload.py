@@ -10,7 +10,7 @@ another prefix or of another model's layers fails like a damaged one. A rank che
 what it stored itself: nothing is added up over ranks.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,9 +119,15 @@ def why_whole_blocks_differ(kv_cache_groups: Sequence[Any]) -> str | None:
     return None
 
 
-def why_not_summed(worker: Any, group_ids: Collection[int]) -> str | None:
-    """Why a worker cannot sum all of these groups, or None."""
+def why_not_summed(
+    skipped: Mapping[int, str] | None, group_ids: Collection[int]
+) -> str | None:
+    """Why not all of these groups are summed, or None.
+
+    Args:
+        skipped: reasons by KV cache group id; None if they are not known yet.
+    """
     for group_id in group_ids:
-        if group_id in worker.skipped:
-            return f"KV cache group {group_id}: {worker.skipped[group_id]}"
+        if skipped and group_id in skipped:
+            return f"KV cache group {group_id}: {skipped[group_id]}"
     return None

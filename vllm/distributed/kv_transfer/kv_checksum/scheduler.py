@@ -27,7 +27,6 @@ from . import payload as wire
 from .blocks import holds_states, loaded_blocks, sent_blocks, units_of_group
 from .checksum import (
     KVChecksumBlocks,
-    KVChecksumRecord,
     KVChecksumScheduled,
     Skipped,
 )
@@ -95,6 +94,8 @@ class KVChecksumScheduler:
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
         self._skipped_groups: dict[int, str] = {}
+        if kv_cache_config.kv_checksum_skipped:
+            self._note_skipped(kv_cache_config.kv_checksum_skipped)
         self._errors: dict[str, str] = {}
         self._hash_block_size: int = kv_cache_manager.block_pool.hash_block_size
         self._stored = StoredLoads(connector, kv_cache_config, self._hash_block_size)
@@ -259,7 +260,7 @@ class KVChecksumScheduler:
             return
         for record in output.kv_checksums.finalize():
             if not record.skipped_groups.keys() <= self._skipped_groups.keys():
-                self._note_skipped(record)
+                self._note_skipped(record.skipped_groups)
             for req_id in record.checksums:
                 for table in (self._sends, self._recvs):
                     pending = table.get(req_id)
@@ -271,8 +272,8 @@ class KVChecksumScheduler:
                 if load is not None and not load.received:
                     load.received = data
 
-    def _note_skipped(self, record: KVChecksumRecord) -> None:
-        self._skipped_groups = {**record.skipped_groups, **self._skipped_groups}
+    def _note_skipped(self, reasons: Mapping[int, str]) -> None:
+        self._skipped_groups = {**reasons, **self._skipped_groups}
         kinds = Counter(map(Skipped.of, self._skipped_groups.values()))
         for kind, number in kinds.items():
             self._stats[f"skipped_groups:{kind.value}"] = number

@@ -39,7 +39,9 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
     groups = kv_cache_config.prefix_cacheable_groups
     if len({group.kv_cache_spec.block_size for group in groups}) > 1:
         return "KV cache groups have blocks of several sizes"
-    return why_whole_blocks_differ(groups)
+    return why_whole_blocks_differ(groups) or why_not_summed(
+        kv_cache_config.kv_checksum_skipped, kv_cache_config.prefix_cacheable_group_ids
+    )
 
 
 class StoredRuns:
@@ -132,7 +134,7 @@ def create_block_region(
         reason: what `why_not_stored` says.
     """
     group_ids = kv_cache_config.prefix_cacheable_group_ids
-    reason = reason or why_not_summed(checksums, group_ids)
+    reason = reason or why_not_summed(checksums.skipped_anywhere, group_ids)
     if reason is not None:
         logger.warning("Loads of offloaded KV are not checked: %s", reason)
         return None

@@ -128,6 +128,8 @@ class KVChecksumWorker:
         self.tp_rank, self.pp_rank = tp_rank, pp_rank
         self.groups: dict[int, GroupView] = {}
         self.skipped: dict[int, str] = {}
+        # Those that any worker of the instance skips, once that is known.
+        self.skipped_anywhere = self.skipped
         shard = Sharding(tp_rank, tp_size, uniform_kv_heads)
         for group_id in kv_cache_config.transfer_group_ids:
             group = kv_cache_config.kv_cache_groups[group_id]
@@ -269,7 +271,7 @@ class KVChecksumWorker:
         Raises:
             ValueError: a group is not summed here; the message says why.
         """
-        reason = why_not_summed(self, group_ids)
+        reason = why_not_summed(self.skipped_anywhere, group_ids)
         if reason is not None:
             raise ValueError(reason)
         self._stored_groups |= frozenset(group_ids)
@@ -412,8 +414,20 @@ def create_kv_checksum_worker(
         uniform_kv_heads=_uniform_kv_heads(vllm_config),
         formats=layer_formats(vllm_config, kv_caches),
     )
+    # All ranks decide alike what is stored: a value is one of all of them or of none.
+    for group in (tp, get_pp_group()):
+        worker.skipped_anywhere = _of_all_ranks(worker.skipped_anywhere, group)
     connector.set_kv_checksum_worker(worker)
     return worker
+
+
+def _of_all_ranks(skipped: dict[int, str], group: Any) -> dict[int, str]:
+    """What the ranks of a process group skip, all together."""
+    if group.world_size == 1:
+        return skipped
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, skipped, group=group.cpu_group)
+    return {i: reason for one in reversed(found) for i, reason in one.items()}
 
 
 def _uniform_kv_heads(vllm_config: Any) -> int | None:
