@@ -96,7 +96,12 @@ def test_a_carrier_goes_on_with_the_other_groups(model):
 
 def test_workers_are_not_asked_where_nothing_is_summed(model):
     off = configuration(model, "NixlConnector", enable_kv_checksum=False)
-    for config in (off, rig.vllm_config(model, "kv_both", **rig.WITHOUT_CARRIER)):
+    alone = SimpleNamespace(kv_transfer_config=None)
+    for config in (
+        alone,
+        off,
+        rig.vllm_config(model, "kv_both", **rig.WITHOUT_CARRIER),
+    ):
         coverage.ask_workers(config, kv_config(), None)
 
 

@@ -150,6 +150,8 @@ def ask_workers(vllm_config: Any, kv_cache_config: Any, executor: Any) -> None:
     Raises:
         ValueError: as `refuse_unchecked`.
     """
+    if vllm_config.kv_transfer_config is None:
+        return
     if not sums_blocks(vllm_config, kv_cache_config):
         return
     skipped: dict[int, str] = {}
