@@ -158,8 +158,11 @@ BAD_PAYLOADS = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", BAD_PAYLOADS)
-def test_bad_payloads_leave_the_load_unverified(model, transport, bad, mode, log):
+def test_bad_payloads_leave_the_load_unverified(
+    model, transport, bad, mode, log, caplog
+):
     change, reason = BAD_PAYLOADS[bad]
+    caplog.set_level("DEBUG", "vllm.distributed.kv_transfer.kv_checksum")
     p, d = pair(model, None, MODES[mode], transport=transport)
     p.alter = change
     for i in range(2):
@@ -173,6 +176,11 @@ def test_bad_payloads_leave_the_load_unverified(model, transport, bad, mode, log
     assert d.loads("verified") == 0
     warned = [x for x in log if x.startswith("WARNING KV checksums not verified")]
     assert len(warned) == 1 and reason in warned[0]
+    # Each has a line of its own for who looks into it, with what does not fit.
+    told = [x for x in log if x.startswith("DEBUG KV load of request")]
+    assert len(told) == 2 and all(f"not verified: {reason} (" in x for x in told)
+    assert all(len(x) < 500 for x in told)
+    assert bad == "missing" or not any(x.endswith("()") for x in told)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,8 +8,13 @@ from vllm.distributed.kv_transfer.kv_checksum.blocks import Units
 from vllm.distributed.kv_transfer.kv_checksum.group_comparison import (
     LocalGroup,
     compare_group,
+    judge,
 )
-from vllm.distributed.kv_transfer.kv_checksum.payload import GroupChecksums, OtherCopies
+from vllm.distributed.kv_transfer.kv_checksum.payload import (
+    GroupChecksums,
+    KVChecksumPayload,
+    OtherCopies,
+)
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Difference,
     GroupVerdict,
@@ -252,3 +257,64 @@ def test_a_state_s_first_bad_token_is_the_last_one():
     first = {0: lambda p: 16 * p, 1: lambda p: 99, 2: lambda p: 0}
     assert verdict.first_bad_token(lambda g, p: first[g](p)) == 64
     assert LoadVerdict().first_bad_token(lambda g, p: 0) is None
+
+
+# ---- what is said of a load that is not verified
+
+
+def local_of(size=16, start=0, number=7, **more):
+    units = Units(16, size // 16) if size % 16 == 0 else Units(size, 1)
+    return LocalGroup(1, units, start, [values(number * units.per_block)], **more)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "our_tokens", "detail"),
+    [
+        (
+            GroupChecksums(0xAB, 16, 0, values(7)),
+            local_of(),
+            100,
+            "00000000000000ab sent, 0000000000000001 here",
+        ),
+        (sent(4, 24), local_of(), 100, "sums of 24 tokens sent, of 16 here"),
+        (
+            sent(4, 32),
+            local_of(8, start=1),
+            100,
+            "sums of 32 tokens sent, loaded from token 8 on",
+        ),
+        (
+            sent(1, 1),
+            LocalGroup(1, Units(1, 1), 0, [values(1)], is_state=True),
+            97,
+            "state after 100 tokens sent, after 97 loaded",
+        ),
+        (sent(7), local_of(), 98, "tokens 0-96 in common, 0-112 loaded"),
+        (
+            GroupChecksums(1, 16, 2, values(5)),
+            local_of(start=1, number=6),
+            100,
+            "tokens 32-112 in common, 16-112 loaded",
+        ),
+        (
+            GroupChecksums(1, 16, 0, values(2)),
+            local_of(start=4, number=3),
+            100,
+            "chunks 0-2 of 16 tokens sent, 4-7 loaded",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_in_numbers(theirs, ours, our_tokens, detail):
+    verdict = compare_group(theirs, 100, ours, our_tokens)
+    assert verdict.unverified is not None and verdict.detail == detail
+    assert LoadVerdict({3: verdict}).explanation == f"group 3: {detail}"
+
+
+def test_groups_of_one_side_alone_are_told():
+    payload = KVChecksumPayload(100, 1, {0: sent(7), 1: sent(7)})
+    verdict = judge(payload, {0: local_of(), 2: local_of()}, 100)
+    details = {i: group.detail for i, group in verdict.groups.items()}
+    assert details == {0: "", 1: "sent, not summed here", 2: "summed here, not sent"}
+    assert verdict.explanation == "group 1: sent, not summed here"
+    shorter = judge(KVChecksumPayload(90, 1, {0: sent(6)}), {0: local_of()}, 100)
+    assert shorter.explanation == "90 tokens sent, 100 loaded"

@@ -56,7 +56,7 @@ class Comparison:
             NotComparable: the workers' records do not add up.
         """
         if send is None:
-            raise NotComparable(Unverified.WORKERS_MISSING)
+            raise NotComparable(Unverified.WORKERS_MISSING, "nothing was summed")
         send.check_reports(self.num_workers)
         skipped = send.skipped()
         given_up = blocks_given_up(self.kv_cache_config, rows, send.blocks)
@@ -68,8 +68,8 @@ class Comparison:
             parts = send.parts(group_id, units.per_block)
             try:
                 checks = replica_checks(parts)
-            except ValueError:
-                raise NotComparable(Unverified.REPLICA_MISSING) from None
+            except ValueError as error:
+                raise NotComparable(Unverified.REPLICA_MISSING, str(error)) from None
             gone = given_up.get(group_id, 0) * units.per_block
             start = start * units.per_block + gone
             # Of the last block, the units that hold tokens.
@@ -102,11 +102,14 @@ class Comparison:
             return LoadVerdict(unverified=Unverified.NO_PAYLOAD)
         tokens, bound = payload.num_tokens, is_bound(request)
         if bound != bool(payload.prompt.whole):
-            return LoadVerdict(unverified=Unverified.INPUTS)
+            where = "sent" if bound else "loaded"
+            detail = f"the prompt of what was {where} is given as embeddings"
+            return LoadVerdict(unverified=Unverified.INPUTS, detail=detail)
         if bound and is_other_prompt(request, tokens, payload.prompt):
             return LoadVerdict(other_prompt=True)
-        if payload.inputs != inputs_digest(request, tokens):
-            return LoadVerdict(unverified=Unverified.INPUTS)
+        if payload.inputs != (inputs := inputs_digest(request, tokens)):
+            detail = f"digest {payload.inputs:016x} sent, {inputs:016x} here"
+            return LoadVerdict(unverified=Unverified.INPUTS, detail=detail)
         verdict = self._compare(load, payload)
         verdict.unbound = not bound
         return verdict
@@ -116,14 +119,14 @@ class Comparison:
         try:
             load.check_reports(self.num_workers)
         except NotComparable as error:
-            return LoadVerdict(unverified=error.reason)
+            return LoadVerdict(unverified=error.reason, detail=error.detail)
         skipped, left_out = load.skipped(), {}
         if payload.tp_size != self.tp_size:
             for group_id in load.equal_tp_groups() - skipped:
                 left_out[group_id] = LeftOut.TP_SIZES
                 payload.groups.pop(group_id, None)
                 skipped.add(group_id)
-        local: dict[int, LocalGroup | Unverified | None] = {
+        local: dict[int, LocalGroup | NotComparable | None] = {
             group_id: self._local_group(load, group_id)
             for group_id in load.blocks.groups
             if group_id not in skipped
@@ -136,15 +139,17 @@ class Comparison:
                 verdict.left_out[group_id] = LeftOut.PARTIAL_BLOCKS
         return verdict
 
-    def _local_group(self, load: PendingLoad, group_id: int) -> LocalGroup | Unverified:
+    def _local_group(
+        self, load: PendingLoad, group_id: int
+    ) -> LocalGroup | NotComparable:
         config = self.kv_cache_config
         units = units_of_group(config, group_id)
         try:
             checks = replica_checks(load.parts(group_id, units.per_block))
         except NotComparable as error:
-            return error.reason
-        except ValueError:
-            return Unverified.REPLICA_MISSING
+            return error
+        except ValueError as error:
+            return NotComparable(Unverified.REPLICA_MISSING, str(error))
         return LocalGroup(
             load.fingerprint(group_id),
             units,

@@ -11,6 +11,7 @@ import numpy as np
 
 from .blocks import Units
 from .payload import GroupChecksums, KVChecksumPayload
+from .pending import NotComparable
 from .verdict import MAX_SAMPLES, Difference, GroupVerdict, LoadVerdict, Unverified
 
 
@@ -36,7 +37,7 @@ class LocalGroup:
 
 def judge(
     payload: KVChecksumPayload,
-    local: dict[int, LocalGroup | Unverified | None],
+    local: dict[int, LocalGroup | NotComparable | None],
     num_tokens: int,
 ) -> LoadVerdict:
     """Compare one load.
@@ -54,20 +55,26 @@ def judge(
     for group_id in sorted({*payload.groups, *local}):
         theirs = payload.groups.get(group_id)
         ours = local.get(group_id)
-        if group_id not in local or (theirs is None and ours is not None):
-            outcome = GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
+        if group_id not in local:
+            outcome = _unverified(Unverified.ONE_SIDE_ONLY, "sent, not summed here")
         elif ours is None:
             continue
-        elif isinstance(ours, Unverified):
-            outcome = GroupVerdict(unverified=ours)
+        elif theirs is None:
+            outcome = _unverified(Unverified.ONE_SIDE_ONLY, "summed here, not sent")
+        elif isinstance(ours, NotComparable):
+            outcome = _unverified(ours.reason, ours.detail)
         else:
-            assert theirs is not None
             outcome = compare_group(theirs, payload.num_tokens, ours, num_tokens)
         verdict.groups[group_id] = outcome
     if payload.num_tokens < num_tokens:
         # Part of what was loaded has no checksum.
         verdict.unverified = Unverified.NUM_TOKENS
+        verdict.detail = f"{payload.num_tokens} tokens sent, {num_tokens} loaded"
     return verdict
+
+
+def _unverified(reason: Unverified, detail: str) -> GroupVerdict:
+    return GroupVerdict(unverified=reason, detail=detail)
 
 
 def compare_group(
@@ -79,9 +86,9 @@ def compare_group(
     but for the first of a window. A unit counts only if both sides hold equally many
     of its tokens.
     """
-    reason = _why_not_compared(theirs, their_tokens, ours, our_tokens)
-    if reason is not None:
-        return GroupVerdict(unverified=reason)
+    different = _why_not_compared(theirs, their_tokens, ours, our_tokens)
+    if different is not None:
+        return different
     size = ours.units.size
     large = max(theirs.unit_size, size)
     start = ours.start * ours.units.per_block
@@ -96,7 +103,11 @@ def compare_group(
     if their_tokens != our_tokens:
         high = min(high, min(their_tokens, our_tokens) // large)
     if high <= low:
-        return GroupVerdict(unverified=Unverified.NOTHING_IN_COMMON)
+        return _unverified(
+            Unverified.NOTHING_IN_COMMON,
+            f"chunks {sent.first}-{sent.end} of {large} tokens sent, "
+            f"{loaded.first}-{loaded.end} loaded",
+        )
     common = _Common(low, sent.between(low, high)[0], loaded.between(low, high))
     differs = common.found != common.expected
     _accept_copies(theirs, large // theirs.unit_size, common, differs)
@@ -105,17 +116,30 @@ def compare_group(
 
 def _why_not_compared(
     theirs: GroupChecksums, their_tokens: int, ours: LocalGroup, our_tokens: int
-) -> Unverified | None:
+) -> GroupVerdict | None:
     """Why the two sides' sums have nothing to do with one another, or None."""
     sizes = theirs.unit_size, ours.units.size
+    first = ours.start * ours.units.block_size
     if theirs.fingerprint != ours.fingerprint:
-        return Unverified.FINGERPRINT
+        return _unverified(
+            Unverified.FINGERPRINT,
+            f"{theirs.fingerprint:016x} sent, {ours.fingerprint:016x} here",
+        )
     if ours.is_state and their_tokens != our_tokens:
-        return Unverified.NUM_TOKENS
+        return _unverified(
+            Unverified.NUM_TOKENS,
+            f"state after {their_tokens} tokens sent, after {our_tokens} loaded",
+        )
     if max(sizes) % min(sizes) or (ours.is_state and sizes[0] != sizes[1]):
-        return Unverified.BLOCK_SIZES
-    if ours.start * ours.units.block_size % max(sizes):
-        return Unverified.UNALIGNED_START
+        return _unverified(
+            Unverified.BLOCK_SIZES,
+            f"sums of {sizes[0]} tokens sent, of {sizes[1]} here",
+        )
+    if first % max(sizes):
+        return _unverified(
+            Unverified.UNALIGNED_START,
+            f"sums of {sizes[0]} tokens sent, loaded from token {first} on",
+        )
     return None
 
 
@@ -221,11 +245,15 @@ def _in_blocks(
     ]
     low = common.low * ratio
     high = min((common.low + len(common.expected)) * ratio, end)
-    unverified = None
+    unverified, detail = None, ""
     if high < end:
         unverified = Unverified.NUM_TOKENS
     elif low > start and not ours.is_window:
         unverified = Unverified.OTHER_BLOCKS
+    if unverified is not None:
+        size = ours.units.size
+        detail = f"tokens {low * size}-{high * size} in common, "
+        detail += f"{start * size}-{end * size} loaded"
     first, stop = low // per_block, high // per_block
     if high == end:
         stop = -(-high // per_block)
@@ -236,4 +264,5 @@ def _in_blocks(
         samples,
         unverified,
         partial=low > start,
+        detail=detail,
     )

@@ -22,11 +22,14 @@ from .verdict import Unverified
 
 
 class NotComparable(Exception):
-    """The workers' records do not add up to what was asked for."""
+    """The workers' records do not add up to what was asked for.
 
-    def __init__(self, reason: Unverified) -> None:
+    `detail` tells in numbers what does not fit.
+    """
+
+    def __init__(self, reason: Unverified, detail: str = "") -> None:
         super().__init__(reason.value)
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 @dataclass
@@ -53,10 +56,17 @@ class Pending:
             NotComparable: one did not.
         """
         if len(self.records) != num_workers:
-            raise NotComparable(Unverified.WORKERS_MISSING)
+            raise NotComparable(
+                Unverified.WORKERS_MISSING,
+                f"{len(self.records)} of {num_workers} workers reported",
+            )
         tokens = {r.num_tokens.get(self.req_id) for r in self.records.values()}
         if tokens != {self.blocks.num_tokens}:
-            raise NotComparable(Unverified.OTHER_BLOCKS)
+            raise NotComparable(
+                Unverified.OTHER_BLOCKS,
+                f"{self.blocks.num_tokens} tokens asked for, {len(tokens)} counts "
+                "reported",
+            )
 
     def skipped(self) -> set[int]:
         """Groups that a worker does not sum."""
@@ -86,8 +96,8 @@ class Pending:
         records = self.records.values()
         try:
             parts = add_records(records, self.req_id, group_id)
-        except ValueError:
-            raise NotComparable(Unverified.OTHER_BLOCKS) from None
+        except ValueError as error:
+            raise NotComparable(Unverified.OTHER_BLOCKS, str(error)) from None
         if any(
             (group_id in r.fingerprints) != (group_id in r.checksums[self.req_id])
             for r in records
@@ -96,7 +106,10 @@ class Pending:
             or len(p.values) != len(ids) * units_per_block
             for p in parts.values()
         ):
-            raise NotComparable(Unverified.OTHER_BLOCKS)
+            raise NotComparable(
+                Unverified.OTHER_BLOCKS,
+                f"{len(ids)} blocks from position {start} on asked for",
+            )
         return parts
 
 

@@ -21,6 +21,9 @@ MAX_LINES = 10
 
 WINDOW_S = 60.0
 
+MAX_DETAIL_CHARS = 300
+"""Of what is logged of a load that is not verified (debug)."""
+
 _MAX_GROUPS = 4
 _MAX_RANGES = 16
 _MAX_VALUE_CHARS = 64
@@ -67,10 +70,10 @@ class Reporter:
         reason = verdict.reason
         assert reason is not None
         logger.debug(
-            "KV load of request %s not verified: %s %s",
+            "KV load of request %s not verified: %s (%s)",
             req_id,
             reason.value,
-            verdict.detail,
+            verdict.explanation[:MAX_DETAIL_CHARS],
         )
         self.warn_once(
             f"load:{reason.value}",

@@ -463,6 +463,12 @@ class KVChecksumScheduler:
             )
         except NotComparable as error:
             self._stats[f"unsent:{error.reason.value}"] += 1
+            logger.debug(
+                "KV checksums of request %s not sent: %s (%s)",
+                request_name(req_id),
+                error.reason.value,
+                error.detail,
+            )
             self._reporter.warn_once(
                 f"sent:{error.reason.value}",
                 "KV checksums not sent: %s (first for request %s)",
@@ -493,7 +499,7 @@ class KVChecksumScheduler:
         try:
             load.check_reports(self._comparison.num_workers)
         except NotComparable as error:
-            return LoadVerdict(unverified=error.reason)
+            return LoadVerdict(unverified=error.reason, detail=error.detail)
         records = list(load.records.values())
         return self._stored.judge(request, load.blocks, records)
 

@@ -65,6 +65,7 @@ class GroupVerdict:
         first: position of the first block that was compared, on the consumer.
         compared: how many blocks were, from there on.
         positions: those that differ, ascending.
+        detail: what does not fit, if it is unverified.
         partial: the first tokens of `first` were not, or whole blocks before it.
     """
 
@@ -74,6 +75,7 @@ class GroupVerdict:
     samples: list[Difference] = field(default_factory=list)
     unverified: Unverified | None = None
     partial: bool = False
+    detail: str = ""
 
 
 @dataclass
@@ -111,6 +113,16 @@ class LoadVerdict:
             if not group.compared:
                 return Unverified.NOTHING_IN_COMMON
         return None if self.groups else Unverified.NOTHING_IN_COMMON
+
+    @property
+    def explanation(self) -> str:
+        """What `reason` rests on, in numbers; one short line."""
+        if self.unverified is not None:
+            return self.detail
+        for group_id, group in self.groups.items():
+            if group.unverified is not None:
+                return f"group {group_id}: {group.detail}"
+        return f"groups {sorted(self.groups)}"
 
     def first_bad_token(self, first_token: Callable[[int, int], int]) -> int | None:
         """The first token whose KV differs in some group, or None if none does.
