@@ -4,6 +4,8 @@ Blocks that need servers are run by ``tests/e2e/test_drill_of_the_docs.py``; of 
 need a GPU, vLLM parses the configuration here and nothing is started.
 """
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,12 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.metrics import loggers
 
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier, metrics
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KVChecksumCarrier,
+    metrics,
+    mooncake_store,
+    simple_cpu_offload,
+)
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
 
@@ -168,6 +176,30 @@ def test_the_tables_of_reasons_are_those_of_the_code(section, values):
     text = documents.GUIDE.read_text().split(f"### {section}\n")[1].split("\n#")[0]
     rows = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
     assert rows == ["reason", *(v.value for v in values)]
+
+
+def test_the_guide_lists_why_a_store_s_loads_are_not_checked():
+    """Every text that a store's decision can give, as its source has it."""
+    section = documents.GUIDE.read_text().partition("### Loads from a store")[2]
+    section = section.partition("NIXL push")[0]
+    said = {
+        text
+        for module in (mooncake_store, simple_cpu_offload)
+        for text in texts_returned(module.why_not_stored)
+        if text != "enable_kv_checksum is off"  # then nobody asks
+    }
+    listed = set(re.findall(r"^\| `(.*?)`", section, re.MULTILINE))
+    assert said <= listed, said - listed
+    assert len(listed) == len(said) + 3
+    assert (
+        "layers are not full attention" in section and "KV cache group ...:" in section
+    )
+
+
+def texts_returned(function):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    returns = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return)]
+    return {n.value for n in returns if isinstance(n, ast.Constant) and n.value}
 
 
 def test_label_values_are_those_of_the_code():

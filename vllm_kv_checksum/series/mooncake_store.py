@@ -41,7 +41,7 @@ with connector.cls("MooncakeStoreConnector") as c:
             self, request: Request, mismatches: dict[int, list[int]]
         ) -> None:
             kv_checksums.remove_failures(
-                self.connector_scheduler, request.block_hashes, mismatches
+                self.connector_scheduler, request, mismatches
             )
 
         """

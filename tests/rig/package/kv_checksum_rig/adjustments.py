@@ -35,7 +35,7 @@ def apply() -> None:
     on_import("vllm.platforms.cpu", async_scheduling)
     on_import("torch.cpu", no_amx)
     on_import(
-        "vllm.distributed.kv_transfer.kv_checksum.groups", skip_the_groups_of_one_rank
+        "vllm.distributed.kv_transfer.kv_checksum.worker", skip_the_groups_of_one_rank
     )
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
     on_import(
@@ -47,22 +47,22 @@ def apply() -> None:
     )
 
 
-def skip_the_groups_of_one_rank(groups: ModuleType) -> None:
+def skip_the_groups_of_one_rank(worker: ModuleType) -> None:
     """Let the TP rank that ``KV_CHECKSUM_RIG_SKIP_RANK`` names skip its KV cache groups.
 
     No layout that a CPU can run is one that only some workers cannot sum.
     """
-    stock: Any = groups.build_group  # type: ignore[attr-defined]
+    stock: Any = worker.build_group  # type: ignore[attr-defined]
 
     @functools.wraps(stock)
     def build_group(*args: Any) -> Any:
         shard = next(arg for arg in args if hasattr(arg, "tp_rank"))
         # A forked server has its environment only now.
         if os.environ.get("KV_CHECKSUM_RIG_SKIP_RANK") == str(shard.tp_rank):
-            raise groups.SkipGroup("for the test")  # type: ignore[attr-defined]
+            raise worker.SkipGroup("for the test")  # type: ignore[attr-defined]
         return stock(*args)
 
-    groups.build_group = build_group  # type: ignore[attr-defined]
+    worker.build_group = build_group  # type: ignore[attr-defined]
 
 
 def slow_nixl_progress_thread(api: ModuleType) -> None:

@@ -341,6 +341,8 @@ def test_a_damaged_block(model, mode, log):
     assert "store of MemoryStoreConnector" in line and "position 3 " in line
     assert b.store.dropped == [("r", {0: [3]})]
     assert b.stats["stored_blocks_dropped"] == 1
+    (line,) = [x for x in log if x.startswith("WARNING Removing stored KV")]
+    assert line.endswith("request r, group 0: positions 3")
     if mode == "open":
         # What was served is stored again where no other request finds it.
         assert good.keys() - store.STORE.keys() == {[*good][3]}
@@ -546,6 +548,65 @@ def test_failures_are_removed_for_every_rank(statuses, answer, log):
 def test_a_malformed_removal_is_answered(message, log):
     assert removing([]).remove([mooncake_store.REMOVE_MSG, message]) == b"\x00"
     assert any("were not removed" in x for x in log)
+
+
+class Channel:
+    """Stands for the lookup channel: what was asked, and the answer."""
+
+    def __init__(self, answer):
+        self.answer, self.frames = answer, None
+
+    def send_multipart(self, frames):
+        self.frames = frames
+
+    def recv(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def store_scheduler(channel):
+    """The connector's scheduler side; a store numbers its groups by itself."""
+    groups = cfg(WINDOW, u.full_spec(2, 48)).kv_cache_groups
+    inline = SimpleNamespace(submit=lambda call, *args: call(*args))
+    return SimpleNamespace(
+        _store_group_id_by_kv_cache_group_id={1: 0},
+        _hash_block_size=16,
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+        client=SimpleNamespace(executor=inline, socket=channel),
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"\x01", None),
+        (b"\x00", "see rank 0's log"),
+        (b"", "see rank 0's log"),
+        (OSError("gone"), "gone"),
+    ],
+)
+def test_a_removal_names_blocks_by_the_hash_of_their_last_hash_block(
+    answer, reason, log
+):
+    """And lines about it name the request, the group and the positions."""
+    channel = Channel(answer)
+    hashes = [bytes([i]) * 32 for i in range(12)]
+    request = SimpleNamespace(request_id="r\n7", block_hashes=hashes)
+    bad = [0, 2, 3]
+    mooncake_store.remove_failures(store_scheduler(channel), request, {1: bad})
+    tag, message = channel.frames
+    assert tag == mooncake_store.REMOVE_MSG
+    side = removing([0] * 6)
+    assert side.remove([tag, message]) == b"\x01"
+    last = [hashes[3 * position + 2].hex() for position in bad]
+    assert side._worker.store.asked == [
+        f"{rank}@{name}" for rank in ("m@tp0", "m@tp1") for name in last
+    ]
+    lines = [x for x in log if x.startswith("ERROR")]
+    which = "request r?7, group 1: positions 0, 2-3"
+    told = f"ERROR Stored KV was not removed ({which}): {reason}"
+    assert lines == ([told] if reason else [])
 
 
 # ---- SimpleCPUOffloadConnector

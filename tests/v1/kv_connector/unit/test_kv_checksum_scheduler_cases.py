@@ -49,7 +49,8 @@ def test_params_that_hold_anything_else(model, value):
     assert d.stats[f"unverified:{reason}"] == d.loads("unverified") == 1
 
 
-def test_missing_workers(model, log):
+def test_missing_workers(model, log, caplog):
+    caplog.set_level("DEBUG", "vllm.distributed.kv_transfer.kv_checksum")
     p, d = pair(model, dict(tp=2), None)
     quiet = p.workers[1].post_forward
     p.workers[1].post_forward = lambda *args, **kwargs: None
@@ -57,6 +58,8 @@ def test_missing_workers(model, log):
     assert KV_TRANSFER_PARAMS_KEY not in params
     (line,) = [x for x in log if x.startswith("WARNING KV checksums not sent")]
     assert line.isprintable() and len(line) < 300
+    (line,) = [x for x in log if x.startswith("DEBUG KV checksums of request")]
+    assert line.endswith("not sent: workers_missing (1 of 2 workers reported)")
     p.workers[1].post_forward = quiet
     p2, d2 = pair(model, None, dict(tp=2))
     d2.workers[1].post_forward = lambda *args, **kwargs: None

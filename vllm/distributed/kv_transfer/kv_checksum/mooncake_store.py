@@ -23,7 +23,7 @@ from .offload import (
     why_not_summed,
     why_whole_blocks_differ,
 )
-from .report import request_name
+from .report import blocks_named, request_name
 from .wire_maps import decode_map
 
 logger = init_logger(__name__)
@@ -270,7 +270,7 @@ def create_mooncake_store_checksums(
 
 
 def remove_failures(
-    store_scheduler: Any, block_hashes: Sequence[bytes], bad: dict[int, list[int]]
+    store_scheduler: Any, request: Any, bad: dict[int, list[int]]
 ) -> None:
     """Ask the worker of rank 0 to remove blocks, without waiting for it.
 
@@ -278,7 +278,7 @@ def remove_failures(
 
     Args:
         store_scheduler: the connector's scheduler side.
-        block_hashes: the request's hashes.
+        request: whose blocks they are, by its hashes.
         bad: per KV cache group id, positions of blocks in the request.
     """
     wanted: dict[int, list[bytes]] = {}
@@ -287,17 +287,20 @@ def remove_failures(
         groups = store_scheduler.kv_cache_config.kv_cache_groups
         size = groups[group_id].kv_cache_spec.block_size
         scale = size // store_scheduler._hash_block_size
-        wanted[index] = [block_hashes[(p + 1) * scale - 1] for p in positions]
+        hashes = request.block_hashes
+        wanted[index] = [hashes[(p + 1) * scale - 1] for p in positions]
+    which = f"request {request_name(request.request_id)}, {blocks_named(bad)}"
     client = store_scheduler.client
-    client.executor.submit(_send_remove, client.socket, _encoder.encode(wanted))
+    message = _encoder.encode(wanted)
+    client.executor.submit(_send_remove, client.socket, message, which)
 
 
-def _send_remove(socket: Any, message: bytes) -> None:
+def _send_remove(socket: Any, message: bytes, which: str) -> None:
+    reason = "see rank 0's log"
     try:
         socket.send_multipart((REMOVE_MSG, message))
-        answer = bytes(socket.recv())
+        if bytes(socket.recv()) == _OK:
+            return
     except Exception as error:
-        logger.error("KV checksum failures were not removed: %s", error)
-        return
-    if answer != _OK:
-        logger.error("KV checksum failures were not removed; see rank 0's log")
+        reason = str(error)
+    logger.error("Stored KV was not removed (%s): %s", which, reason)

@@ -6,7 +6,7 @@ request fails.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -132,6 +132,16 @@ def request_name(req_id: str) -> str:
     return _short(req_id, _MAX_ID_CHARS)
 
 
+def blocks_named(positions: Mapping[int, list[int]]) -> str:
+    """Blocks of KV cache groups for the log; bounded, as many as there may be."""
+    said = [
+        f"group {i}: {_ranges(at)}" for i, at in list(positions.items())[:_MAX_GROUPS]
+    ]
+    if len(positions) > _MAX_GROUPS:
+        said.append(f"{len(positions) - _MAX_GROUPS} more groups")
+    return "; ".join(said)
+
+
 def remote_engine(params: dict[str, Any]) -> str:
     """What a load's ``kv_transfer_params`` tell of the engine that sent it."""
     engine = params.get("remote_engine_id")
@@ -153,7 +163,7 @@ def _differences(verdict: LoadVerdict) -> str:
     bad = {i: group for i, group in verdict.groups.items() if group.positions}
     said = [
         f"group {group_id}: {len(group.positions)} of {group.compared} blocks differ"
-        f"{_ranges(group.positions)}, "
+        f"{_several(group.positions)}, "
         + ", ".join(
             f"position {d.position} sent {d.expected:016x} loaded {d.found:016x}"
             for d in group.samples
@@ -165,10 +175,13 @@ def _differences(verdict: LoadVerdict) -> str:
     return "; ".join(said)
 
 
+def _several(positions: list[int]) -> str:
+    """Several positions in brackets; of one alone the sample tells."""
+    return f" ({_ranges(positions)})" if len(positions) > 1 else ""
+
+
 def _ranges(positions: list[int]) -> str:
-    """Several positions as ranges, in brackets; a number instead of the last ones."""
-    if len(positions) == 1:
-        return ""
+    """Positions as ranges; a number instead of the last ones."""
     at = np.array(positions)
     breaks = np.flatnonzero(np.diff(at) != 1)
     firsts, lasts = at[[0, *(breaks + 1)]], at[[*breaks, -1]]
@@ -178,7 +191,7 @@ def _ranges(positions: list[int]) -> str:
     ]
     if len(firsts) > _MAX_RANGES:
         said.append(f"{int((at > lasts[_MAX_RANGES - 1]).sum())} more")
-    return f" (positions {', '.join(said)})"
+    return f"positions {', '.join(said)}"
 
 
 def _address(params: dict[str, Any]) -> object:

@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from vllm.logger import init_logger
 
 from .checksum import KVChecksumBlocks, KVChecksumRecord, unit_size
 from .offload import block_checksum_tags, hashes_of_blocks
+from .report import blocks_named, request_name
 from .verdict import MAX_SAMPLES, Difference, GroupVerdict, LoadVerdict, Unverified
+
+logger = init_logger(__name__)
 
 
 class StoredLoads:
@@ -76,6 +80,11 @@ class StoredLoads:
         """Have the blocks dropped that were compared and differ; how many are."""
         bad = {i: g.positions for i, g in verdict.groups.items() if g.positions}
         if bad:
+            logger.warning(
+                "Removing stored KV that differs from its KV checksums: request %s, %s",
+                request_name(request.request_id),
+                blocks_named(bad),
+            )
             self._connector.on_kv_checksum_failure(request, bad)
         return sum(map(len, bad.values()))
 
