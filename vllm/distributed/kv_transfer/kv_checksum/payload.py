@@ -130,7 +130,7 @@ class KVChecksumPayload:
     inputs: int = 0
 
 
-_WIRE_COPY = np.dtype([("copy", "<u2"), ("at", "<u4"), ("value", "<u8")])
+_WIRE_COPY: np.dtype = np.dtype([("copy", "<u2"), ("at", "<u4"), ("value", "<u8")])
 
 
 class _WireGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
