@@ -128,6 +128,7 @@ class Payloads(Target):
             "window": RIGHT[CASES[2]],
             "hybrid": RIGHT[CASES[4]],
             "hybrid-copies": RIGHT[CASES[5]],
+            "hybrid-one-token-fewer": wire.encode(right_payload(CASES[4], 99)),
             "window-one-token-fewer": FEWER[CASES[2]],
             "embeddings": RIGHT[CASES[7]],
             "other-inputs": RIGHT[CASES[8]],
@@ -315,6 +316,12 @@ def _wrong(data: bytes) -> bytes:
     return bytes([data[0] ^ 1]) + data[1:]
 
 
+def _error(at: int) -> int:
+    """What is missing from a unit's value after `_wrong`."""
+    right = _value(16, at)
+    return right - (right ^ 1)
+
+
 CHANGES = {
     "more-tokens": _fields((NUM_TOKENS, 200)),
     "fewer-tokens": _fields((NUM_TOKENS, 99)),
@@ -387,6 +394,23 @@ CHANGES = {
     "copy-right-alone": _set({VALUES: _wrong, COPIES: _copies((9, 0, _value(16, 0)))}),
     "copy-of-another-unit": _set(
         {VALUES: _wrong, COPIES: _copies((0, 1, _value(16, 0)))}
+    ),
+    "copies-swapped": _set(
+        {
+            VALUES: lambda data: _wrong(data[:8]) + _wrong(data[8:]),
+            COPIES: _copies((0, 0, _value(16, 1)), (0, 1, _value(16, 0))),
+        }
+    ),
+    # What they change the sums of other units by would make these right.
+    "copy-before-the-load": _set(
+        {
+            VALUES: lambda data: data[:48] + _wrong(data[48:]),
+            COPIES: _copies((0, 1, _value(16, 1) + _error(6) & MASK)),
+        }
+    ),
+    "copy-behind-the-load": _set(
+        {VALUES: _wrong, COPIES: _copies((0, 6, _value(16, 6) + _error(0) & MASK))},
+        {NUM_TOKENS: 200},
     ),
     "copies-of-8-right": _units_of_8((0, 1, _value(8, 1))),
     "copies-of-8-add-up": _units_of_8((1, 0, _value(16, 0) - 5 & MASK), (1, 1, 5)),
