@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that a payload is tried on, and what may be said of it.
+"""Loads that a payload is tried on, and a load's verdict as it must be.
 
 A real `KVChecksumScheduler` takes the load from its start to its verdict. What is fake:
 the workers' records (made here of known sums), the KV cache manager (fixed block ids)
 and the connector (the carrier's own function and nothing else).
-
-The oracle reads the payload with an untyped decoder and adds up itself.
 """
 
 from dataclasses import dataclass, replace
 from functools import cache
+from hashlib import blake2b
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import kv_checksum_reference as reference
 import kv_checksum_utils as u
-import msgspec
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -37,47 +36,126 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.report import Reporter
-from vllm.distributed.kv_transfer.kv_checksum.verdict import (
-    GroupVerdict,
-    LoadVerdict,
-    Unverified,
-)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict, Unverified
 
-UNIT = 8  # tokens; all block sizes here are multiples
 TOKENS, LONG = 100, 131_072
-FULL, WINDOW, STATE = 0, 1, 2
+WINDOW_TOKENS = 40
+FULL, WINDOW, STATE = HYBRID = 0, 1, 2
 FINGERPRINTS = {FULL: 2**64 - 5, WINDOW: 77, STATE: 2**63}
-MASK = 2**64 - 1
 REQUEST = "r\n" + "x" * 5000  # clients can choose ids
+PROMPT: list[int] = np.random.default_rng(9).integers(0, 2**18, LONG).tolist()
 
 
 @cache
-def units(group_id: int, num_tokens: int) -> np.ndarray:
-    """What the tokens of every unit add up to, as P and D should both find."""
-    number = 1 if group_id == STATE else -(-num_tokens // UNIT)
+def values_of_tokens(group_id: int, copy: int) -> np.ndarray:
+    """What every token adds to its unit; the copies of some layers differ here."""
     draw = np.random.default_rng(group_id)
-    return draw.integers(0, 2**64, number, dtype=np.uint64)
+    found = draw.integers(0, 2**64, LONG, dtype=np.uint64)
+    if copy:
+        found[7::40] += np.uint64(1)
+        found[19::40] += np.uint64(2)
+    return found
 
 
-def block_sums(group_id: int, block_size: int, num_tokens: int) -> np.ndarray:
-    """Sums of the request's blocks; a state counts as one block of one token."""
-    found = units(group_id, num_tokens)
+def unit_sums(group_id: int, size: int, num_tokens: int, copy: int = 0) -> np.ndarray:
+    """Sums of the request's units; a state is one unit, of all tokens before it."""
+    found = values_of_tokens(group_id, copy)[:num_tokens]
     if group_id == STATE:
-        return found
-    return np.add.reduceat(found, np.arange(0, len(found), block_size // UNIT))
+        return found[-1:]
+    return np.add.reduceat(found, np.arange(0, num_tokens, size))
 
 
-def right_payload(num_tokens: int, groups: tuple[int, ...]) -> wire.KVChecksumPayload:
+@cache
+def prompt_digest(num_tokens: int) -> int:
+    """That of the first tokens of `PROMPT`."""
+    return reference.prompt_digest(PROMPT[:num_tokens])
+
+
+def inputs_digest(num_tokens: int) -> int:
+    """That of an adapter, and an image at the tokens from 40 on."""
+    image = b"\x91\x93\xa5image\x28\x08" if num_tokens > 40 else b"\x90"
+    named = blake2b(b"\x92\xa7adapter" + image, digest_size=8)
+    return int.from_bytes(named.digest(), "little")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A load of a consumer: its cache, where the load starts, what failures do.
+
+    Attributes:
+        copies: its workers hold other bits of the layers that both of them have.
+        longer: tokens of its prompt behind those that are loaded.
+        embeds: its prompt is given as embeddings.
+        inputs: it has other inputs than its prompt.
+    """
+
+    block_size: int = 16
+    first_token: int = 0
+    num_tokens: int = TOKENS
+    groups: tuple[int, ...] = (FULL,)
+    tp_size: int = 1
+    fail_closed: bool = True
+    policy: str = "recompute"
+    copies: bool = False
+    longer: int = 0
+    embeds: bool = False
+    inputs: bool = False
+
+    @property
+    def unit_size(self) -> int:
+        return reference.unit_size(self.block_size)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_tokens + self.longer
+
+    def prompt_digest(self, num_tokens: int) -> int:
+        """That of the prompt's first tokens."""
+        if self.embeds:
+            return 0
+        return prompt_digest(min(num_tokens, self.num_prompt_tokens))
+
+    def inputs_digest(self, num_tokens: int) -> int:
+        return inputs_digest(num_tokens) if self.inputs else 0
+
+    @property
+    def computes_last(self) -> bool:
+        """Whether the load's last token need not be what was loaded for it."""
+        return not self.longer and STATE not in self.groups
+
+
+CASES = (
+    Case(),
+    Case(first_token=32, tp_size=2, policy="fail"),
+    Case(block_size=32, groups=(FULL, WINDOW), fail_closed=False),
+    Case(block_size=8, first_token=16),
+    Case(groups=HYBRID),
+    Case(groups=HYBRID, tp_size=2, copies=True),
+    Case(block_size=48, first_token=48, groups=(FULL, WINDOW), longer=1),
+    Case(embeds=True),
+    Case(inputs=True),
+)
+LONG_CASE = Case(num_tokens=LONG, tp_size=2)
+
+
+def right_payload(case: Case, num_tokens: int | None = None) -> wire.KVChecksumPayload:
     """What a producer with blocks of 16 tokens sends."""
+    num_tokens = num_tokens or case.num_tokens
     found = {}
-    for group_id in groups:
+    for group_id in case.groups:
         size = 1 if group_id == STATE else 16
-        sums = block_sums(group_id, size, num_tokens)
+        sums = unit_sums(group_id, size, num_tokens)
         start = len(sums) - 4 if group_id == WINDOW else 0
+        others, copies = unit_sums(group_id, size, num_tokens, 1), None
+        if case.copies:
+            (at,) = np.nonzero((others != sums)[start:])
+            copies = wire.OtherCopies(at * 0, at, others[start:][at])
         found[group_id] = wire.GroupChecksums(
-            FINGERPRINTS[group_id], size, start, sums[start:]
+            FINGERPRINTS[group_id], size, start, sums[start:], copies
         )
-    return wire.KVChecksumPayload(num_tokens, 1, found)
+    digests = case.prompt_digest(num_tokens), case.inputs_digest(num_tokens)
+    tp_size = case.tp_size if case.copies else 1
+    return wire.KVChecksumPayload(num_tokens, tp_size, found, *digests)
 
 
 class Connector:
@@ -109,35 +187,13 @@ class WatchedScheduler(KVChecksumScheduler):
         super()._count(verdict, carrier)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A load of a consumer: its cache, where the load starts, what failures do."""
-
-    block_size: int = 16
-    first_token: int = 0
-    num_tokens: int = TOKENS
-    groups: tuple[int, ...] = (FULL,)
-    tp_size: int = 1
-    fail_closed: bool = True
-    policy: str = "recompute"
-
-
-CASES = (
-    Case(),
-    Case(first_token=32, tp_size=2, policy="fail"),
-    Case(block_size=32, fail_closed=False),
-    Case(block_size=8, first_token=16),
-    Case(groups=(FULL, WINDOW, STATE)),
-    Case(groups=(FULL, WINDOW, STATE), tp_size=2),
-)
-LONG_CASE = Case(num_tokens=LONG, tp_size=2)
-
-
 class Load:
     """A consumer that goes through the same load again and again."""
 
+    kept = 0
+
     def __init__(self, case: Case, by_params: bool) -> None:
-        self.case = case
+        self.case, self.by_params = case, by_params
         size, window = (
             case.block_size,
             SlidingWindowSpec(
@@ -145,14 +201,13 @@ class Load:
                 num_kv_heads=2,
                 head_size=8,
                 dtype=torch.bfloat16,
-                sliding_window=40,
+                sliding_window=WINDOW_TOKENS,
             ),
         )
         state = MambaSpec(block_size=size, shapes=((4,),), dtypes=(torch.float32,))
         specs = {FULL: u.full_spec(block_size=size), WINDOW: window, STATE: state}
         self.config = u.config(2**20, *((u.names(g), specs[g]) for g in case.groups))
-        blocks = -(-case.num_tokens // size)
-        rows = [[9] if g == STATE else list(range(1, blocks + 1)) for g in case.groups]
+        self.num_blocks = -(-case.num_tokens // size)
         self.scheduler = WatchedScheduler(
             SimpleNamespace(
                 kv_transfer_config=SimpleNamespace(
@@ -164,23 +219,28 @@ class Load:
                 ),
             ),
             PullConnector() if by_params else PushConnector(),
-            self._cache_manager(rows),
+            self._cache_manager(),
             self.config,
         )
-        self.sums = {
-            g: block_sums(g, 1 if g == STATE else size, case.num_tokens)
-            for g in case.groups
-        }
         self.starts = self._starts()
-        self.records = [self._record(rank) for rank in range(case.tp_size)]
+        self.prompt = None if case.embeds else PROMPT[: case.num_prompt_tokens]
+        self.image = SimpleNamespace(
+            identifier="image", mm_position=SimpleNamespace(offset=40, length=8)
+        )
+        self._records: dict[int, list[KVChecksumRecord]] = {}
+        for fewer in (0, 1):
+            self.records(case.num_tokens - fewer)
 
-    def _cache_manager(self, rows: list[list[int]]) -> SimpleNamespace:
+    def _cache_manager(self) -> SimpleNamespace:
         """A request's blocks as vLLM holds them; those that are local have a hash."""
         groups = []
         local = self.case.first_token // self.case.block_size
-        for group_id, row in zip(self.case.groups, rows, strict=True):
-            blocks = [KVCacheBlock(i) for i in row]
-            for block in blocks[: 0 if group_id == STATE else local]:
+        for group_id in self.case.groups:
+            if group_id == STATE:
+                groups.append([KVCacheBlock(9)])
+                continue
+            blocks = [KVCacheBlock(i) for i in range(1, self.num_blocks + 1)]
+            for block in blocks[:local]:
                 block.set_block_hash(BlockHashWithGroupId(b"local"))
             groups.append(blocks)
         held = KVCacheBlocks(tuple(groups))
@@ -189,28 +249,56 @@ class Load:
             block_pool=SimpleNamespace(hash_block_size=self.case.block_size),
         )
 
-    def size(self, group_id: int) -> int:
-        """Tokens that one block of a group counts for."""
-        return 1 if group_id == STATE else self.case.block_size
+    def tokens(self, sent: int) -> int:
+        """Tokens that count of a load whose payload is of `sent`."""
+        last = self.by_params and self.case.computes_last
+        return (
+            sent if last and sent + 1 == self.case.num_tokens else self.case.num_tokens
+        )
+
+    def units(self, group_id: int) -> tuple[int, int]:
+        """Tokens of a group's unit, and units of its block."""
+        if group_id == STATE:
+            return 1, 1
+        return self.case.unit_size, self.case.block_size // self.case.unit_size
 
     def _starts(self) -> dict[int, int]:
-        """The first block of every group that the connector loads."""
+        """The first unit of every group that the connector loads."""
         size = self.case.block_size
         local = self.case.first_token // size
-        window = -(-self.case.num_tokens // size) - (-(-40 // size) + 1)
+        window = self.num_blocks - (-(-WINDOW_TOKENS // size) + 1)
         starts = {FULL: local, WINDOW: max(local, window), STATE: 0}
-        return {g: starts[g] for g in self.case.groups}
+        return {g: starts[g] * self.units(g)[1] for g in self.case.groups}
 
-    def _record(self, rank: int) -> KVChecksumRecord:
+    def sums(self, group_id: int, num_tokens: int) -> list[np.ndarray]:
+        """What is held of the loaded units that have tokens, per replica check."""
+        size, start = self.units(group_id)[0], self.starts[group_id]
+        copies = [0, int(self.case.copies)][: self.case.tp_size]
+        return [unit_sums(group_id, size, num_tokens, c)[start:] for c in copies]
+
+    def records(self, num_tokens: int) -> list[KVChecksumRecord]:
+        if num_tokens not in self._records:
+            ranks = range(self.case.tp_size)
+            self._records[num_tokens] = [self._record(r, num_tokens) for r in ranks]
+        return self._records[num_tokens]
+
+    def _record(self, rank: int, num_tokens: int) -> KVChecksumRecord:
         """One worker's part; of two, each also holds a copy of some layers."""
         groups = {}
         for group_id, start in self.starts.items():
-            sums = self.sums[group_id][start:]
-            keys, columns = ((1, 0),), [sums]
+            blocks = 1 if group_id == STATE else self.num_blocks
+            number = blocks * self.units(group_id)[1] - start
+            sums = [
+                np.pad(held, (0, number - len(held)))
+                for held in self.sums(group_id, num_tokens)
+            ]
+            keys, columns = ((1, 0),), sums
             if self.case.tp_size == 2:
-                copied = sums // np.uint64(3)
-                own = sums - copied - np.uint64(5) if rank else np.full_like(sums, 5)
-                keys, columns = ((1, 0), (2, rank)), [own, copied]
+                copied = sums[0] // np.uint64(3)
+                own = sums[0] - copied - np.uint64(5)
+                own = own if rank else np.full_like(own, 5)
+                keys = ((1, 0), (2, rank))
+                columns = [own, copied + sums[rank] - sums[0]]
             groups[group_id] = KVChecksumGroup(start, keys, np.stack(columns, axis=1))
         return KVChecksumRecord(
             0,
@@ -218,25 +306,33 @@ class Load:
             {REQUEST: groups},
             equal_tp_groups=frozenset({STATE}) & set(self.case.groups),
             fingerprints={g: FINGERPRINTS[g] for g in self.case.groups},
-            num_tokens={REQUEST: self.case.num_tokens},
+            num_tokens={REQUEST: num_tokens},
         )
 
     def run(self, params: Any, received: bytes | None = None) -> LoadVerdict | None:
-        """Its verdict."""
+        """Its verdict; `kept` tells how many tokens need no recompute."""
         scheduler = self.scheduler
-        scheduler.verdict = None
         request = u.Request(
             request_id=REQUEST,
             # The payload is taken out of it.
             kv_transfer_params=dict(params) if isinstance(params, dict) else params,
             status=RequestStatus.WAITING_FOR_REMOTE_KVS,
+            num_tokens=self.case.num_prompt_tokens,
             num_computed_tokens=self.case.num_tokens,
+            prompt_token_ids=self.prompt,
+            prompt_embeds=object() if self.case.embeds else None,
+            mm_features=[self.image] if self.case.inputs else [],
+            lora_request=SimpleNamespace(lora_name="adapter")
+            if self.case.inputs
+            else None,
             _block_hasher=None,
         )
         scheduler.add_recv(request, self.case.first_token, self.case.num_tokens)
         asked = scheduler.build_checksum_meta() or KVChecksumScheduled()
         seqs = {r: blocks.seq for r, blocks in asked.reqs_to_recv.items()}
-        records = [replace(record, seqs=seqs) for record in self.records]
+        num_tokens = [blocks.num_tokens for blocks in asked.reqs_to_recv.values()]
+        records = self.records(*(num_tokens or [self.case.num_tokens]))
+        records = [replace(record, seqs=seqs) for record in records]
         if received is not None:
             records = [replace(records[0], received={REQUEST: received}), *records[1:]]
         output = KVConnectorOutput(finished_recving={REQUEST})
@@ -244,11 +340,13 @@ class Load:
         scheduler.collect(output)
         bad = scheduler.verify(output, {REQUEST: request})
         scheduler.keep_verified(bad, {REQUEST: request})
-        self._check_state(request, bad)
-        return scheduler.verdict
+        self.kept = bad.get(REQUEST, 0)
+        verdict, scheduler.verdict = scheduler.verdict, None
+        self._check_state(bad, verdict)
+        return verdict
 
-    def _check_state(self, request: Any, bad: dict[str, int]) -> None:
-        scheduler, verdict = self.scheduler, self.scheduler.verdict
+    def _check_state(self, bad: dict[str, int], verdict: LoadVerdict | None) -> None:
+        scheduler = self.scheduler
         scheduler.name_errors([[SimpleNamespace(request_id=REQUEST, error=None)]])
         assert not (scheduler._recvs or scheduler._sends or scheduler._scheduled)
         assert not scheduler._errors
@@ -257,74 +355,13 @@ class Load:
         if verdict is None:
             assert not bad and not loads
             return
-        carrier = "kv_transfer_params"
-        if isinstance(scheduler.connector, PushConnector):
-            carrier = "connector"
+        carrier = "kv_transfer_params" if self.by_params else "connector"
         if f"unverified:{Unverified.FROM_DECODE.value}" in stats:
             carrier = "none"
         assert loads == {f"loads:{verdict.outcome}:{carrier}": 1}
         assert stats["loads_started"] == 1
+        assert stats["blocks_mismatched"] <= stats["blocks_compared"]
+        assert stats.get("other_prompts", 0) == verdict.other_prompt
+        assert stats.get("prompts_not_bound", 0) == verdict.unbound
         fails = self.case.fail_closed and verdict.outcome != "verified"
         assert set(bad) == ({REQUEST} if fails else set())
-
-
-def assert_right(load: Load, verdict: LoadVerdict, data: bytes) -> None:
-    """What a verdict claims about a payload is true."""
-    case, starts = load.case, load.starts
-    if not verdict.num_compared:
-        assert verdict.outcome == "unverified"
-        return
-    version, (num_tokens, tp_size, groups) = msgspec.msgpack.decode(data)
-    assert version == 1
-    for group_id, group in verdict.groups.items():
-        assert group.compared or not group.positions
-        if group.compared:
-            assert groups[group_id][0] == FINGERPRINTS[group_id]
-            assert starts[group_id] <= group.first
-            _assert_compared(load, group_id, groups[group_id], num_tokens, group)
-    kept = load.scheduler._kept_tokens(_pending(load), verdict)
-    if kept:
-        (bad,) = verdict.groups.values()
-        assert bad.first <= starts[FULL] and kept == bad.positions[0] * case.block_size
-    if verdict.outcome == "verified":
-        assert num_tokens >= case.num_tokens, "a token without a checksum"
-        left_out = {STATE} if tp_size != case.tp_size else set()
-        assert set(verdict.groups) == set(case.groups) - left_out
-        for group_id, group in verdict.groups.items():
-            number = len(load.sums[group_id]) - starts[group_id]
-            assert group.compared == number or (group_id == WINDOW and group.compared)
-            # Otherwise the load's first blocks were left out without a word.
-            large = max(load.size(group_id), groups[group_id][1])
-            assert starts[group_id] * load.size(group_id) % large == 0
-
-
-def _pending(load: Load) -> Any:
-    blocks = {g: (start, []) for g, start in load.starts.items()}
-    return SimpleNamespace(blocks=SimpleNamespace(groups=blocks))
-
-
-def _assert_compared(
-    load: Load, group_id: int, theirs: Any, their_tokens: int, group: GroupVerdict
-) -> None:
-    """Every block was compared with P's values for its tokens, and rightly judged."""
-    _, their_size, their_start, data = theirs
-    values, size = np.frombuffer(data, "<u8"), load.size(group_id)
-    tokens = 1 if group_id == STATE else load.case.num_tokens
-    large, bad = max(size, their_size), set(group.positions)
-    assert not (large % size or large % their_size or group.first * size % large)
-    stop = group.first + group.compared
-    assert stop <= len(load.sums[group_id])
-    for begin in range(group.first * size, stop * size, large):
-        end = min(begin + large, tokens)
-        if end < begin + large:
-            assert their_tokens == tokens, "tokens of the last block differ"
-        low = begin // their_size - their_start
-        high = -(-end // their_size) - their_start
-        assert 0 <= low < high <= len(values), "a block without a value was compared"
-        first, last = begin // size, -(-end // size)
-        ours = load.sums[group_id][first:last]
-        equal = not (sum(values[low:high].tolist()) - sum(ours.tolist())) & MASK
-        told = bad.intersection(range(first, last))
-        assert len(told) == (0 if equal else last - first)
-        bad -= told
-    assert not bad

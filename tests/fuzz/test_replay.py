@@ -4,7 +4,10 @@
 import pytest
 
 from fuzz.base import check, quiet
+from fuzz.loads import Load
+from fuzz.payloads import FEWER, RIGHT, Longest
 from fuzz.targets import CORPUS, CRASHES, TARGETS
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -30,6 +33,31 @@ def test_every_kept_input(target):
             except Exception as error:
                 error.add_note(f"input {name}")
                 raise
+
+
+@pytest.mark.parametrize(("name", "data"), Longest().seeds().items())
+def test_the_longest_payloads_are_decoded_and_compared_within_the_bounds(name, data):
+    target = Longest()
+    assert len(data) <= wire.MAX_PAYLOAD_BYTES and wire.decode(data)
+    for memory in (False, True):
+        with quiet() as lines:
+            outcome, _ = check(target, data, lines, memory=memory)
+    assert outcome == ("unverified" if "groups" in name else "verified")
+
+
+@pytest.mark.parametrize("by_params", [False, True])
+def test_right_payloads_are_verified(by_params):
+    """The oracle would agree with a consumer that verifies nothing else."""
+    for case, data in RIGHT.items():
+        params = {wire.KV_TRANSFER_PARAMS_KEY: wire.encode_text(wire.decode(data))}
+        load = Load(case, by_params)
+        arguments = (params,) if by_params else ({}, data)
+        assert load.run(*arguments).outcome == "verified"
+    for case, data in FEWER.items():
+        params = {wire.KV_TRANSFER_PARAMS_KEY: wire.encode_text(wire.decode(data))}
+        load = Load(case, by_params)
+        arguments = (params,) if by_params else ({}, data)
+        assert (load.run(*arguments).outcome == "verified") == by_params
 
 
 def test_the_corpus_holds_what_the_encoders_say_now(target):

@@ -105,6 +105,18 @@ def test_a_unit_that_differs_makes_its_block_bad(bad, block):
     assert sample == Difference(block, value, value ^ 1)
 
 
+@pytest.mark.parametrize(("bad", "compared"), [(1, 1), (2, 2), (3, 1)])
+def test_a_last_block_compared_in_part_counts_if_it_differs(bad, compared):
+    """D's blocks of 32 tokens, of whose second one P sent the first half alone."""
+    sums = values(4)
+    sums[bad] ^= np.uint64(1)
+    local = LocalGroup(1, Units(16, 2), 0, [sums])
+    verdict = compare_group(sent(3), 48, local, 64)
+    assert verdict.unverified is Unverified.NUM_TOKENS
+    assert verdict.compared == compared
+    assert verdict.positions == ([] if bad == 3 else [bad // 2])
+
+
 def test_units_past_the_last_token_are_not_compared():
     """A block of 64 tokens that holds 20, and one that holds none."""
     sums = np.concatenate([values(2), np.full(6, 9, np.uint64)])

@@ -212,7 +212,8 @@ def _accept_copies(
     np.add.at(sums, where, change[inside])
     chunk = keys % number
     sums += common.expected[chunk]
-    np.logical_and.at(differs, (slice(None), chunk), common.found[:, chunk] != sums)
+    for check, found in zip(differs, common.found, strict=True):
+        np.logical_and.at(check, chunk, found[chunk] != sums)
 
 
 def _in_blocks(
@@ -257,6 +258,8 @@ def _in_blocks(
     first, stop = low // per_block, high // per_block
     if high == end:
         stop = -(-high // per_block)
+    elif positions.size:
+        stop = max(stop, int(positions[-1]) + 1)
     return GroupVerdict(
         first,
         max(0, stop - first),
