@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumScheduler,
 )
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
 from vllm.distributed.kv_transfer.kv_checksum.report import Reporter
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict, Unverified
 
@@ -115,6 +116,20 @@ class Case:
             return 0
         return prompt_digest(min(num_tokens, self.num_prompt_tokens))
 
+    def prompt_digests(self, num_tokens: int) -> PromptDigests:
+        """What a producer says of them: of all, and of those that fill units."""
+        filled = num_tokens // 16 * 16
+        return PromptDigests(self.prompt_digest(num_tokens), self.prompt_digest(filled))
+
+    def is_of(self, num_tokens: int, whole: int, beginning: int) -> bool:
+        """Whether what was sent is of this prompt, or of one that it begins."""
+        if num_tokens <= self.num_prompt_tokens:
+            return whole == self.prompt_digest(num_tokens)
+        filled = num_tokens // 16 * 16
+        if filled > self.num_prompt_tokens:
+            return False
+        return beginning == self.prompt_digest(filled)
+
     def inputs_digest(self, num_tokens: int) -> int:
         return inputs_digest(num_tokens) if self.inputs else 0
 
@@ -153,7 +168,7 @@ def right_payload(case: Case, num_tokens: int | None = None) -> wire.KVChecksumP
         found[group_id] = wire.GroupChecksums(
             FINGERPRINTS[group_id], size, start, sums[start:], copies
         )
-    digests = case.prompt_digest(num_tokens), case.inputs_digest(num_tokens)
+    digests = case.prompt_digests(num_tokens), case.inputs_digest(num_tokens)
     tp_size = case.tp_size if case.copies else 1
     return wire.KVChecksumPayload(num_tokens, tp_size, found, *digests)
 

@@ -3,7 +3,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from struct import iter_unpack
 from typing import Any
 
@@ -40,24 +40,30 @@ def assert_right(load: Load, verdict: LoadVerdict, data: bytes) -> None:
     """The verdict on a payload is the one that follows from its bytes."""
     case = load.case
     version, body = msgspec.msgpack.decode(data)
-    num_tokens, tp_size, prompt, inputs, groups = body
+    num_tokens, tp_size, prompt, beginning, inputs, groups = body
     assert version == 2
-    own = case.prompt_digest(num_tokens)
-    if prompt and own and prompt != own:
+    bound = not case.embeds
+    if prompt and bound and not case.is_of(num_tokens, prompt, beginning):
         assert verdict == LoadVerdict(other_prompt=True)
         assert verdict.outcome == "mismatch" and not load.kept
         return
-    if bool(prompt) != bool(own) or inputs != case.inputs_digest(num_tokens):
-        assert verdict == LoadVerdict(unverified=Unverified.INPUTS)
+    if bool(prompt) != bound or inputs != case.inputs_digest(num_tokens):
+        assert verdict.detail
+        assert verdict == LoadVerdict(
+            unverified=Unverified.INPUTS, detail=verdict.detail
+        )
         assert verdict.outcome == "unverified"
         return
-    assert verdict.unbound == (not own) and not verdict.other_prompt
+    assert verdict.unbound == (not bound) and not verdict.other_prompt
     tokens, left_out = load.tokens(num_tokens), {}
     if STATE in case.groups and tp_size != case.tp_size:
         left_out[STATE] = LeftOut.TP_SIZES
     assert verdict.groups.keys() == {*groups, *case.groups} - left_out.keys()
     for group_id, group in verdict.groups.items():
-        _assert_group(load, group_id, groups.get(group_id), (num_tokens, tokens), group)
+        assert (group.unverified is not None) == bool(group.detail), group
+        assert len(group.detail) < 200
+        plain = replace(group, detail="")
+        _assert_group(load, group_id, groups.get(group_id), (num_tokens, tokens), plain)
         if group.partial and group_id == WINDOW:
             left_out[group_id] = LeftOut.PARTIAL_BLOCKS
     assert verdict.left_out == left_out

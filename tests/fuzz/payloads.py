@@ -38,7 +38,7 @@ FEWER = {
 }
 """Payloads of the same prompts without their last token."""
 
-NUM_TOKENS, RANKS, PROMPT, INPUTS, GROUPS = range(5)
+NUM_TOKENS, RANKS, PROMPT, BEGINNING, INPUTS, GROUPS = range(6)
 FINGERPRINT, SIZE, START, VALUES, COPIES = range(5)
 
 
@@ -63,7 +63,7 @@ def assert_decodes(data: bytes) -> bool:
     except ValueError:
         return False
     assert 0 < payload.num_tokens < 2**40 and 0 < payload.tp_size < 2**20
-    assert 0 <= payload.prompt < 2**64 and 0 <= payload.inputs < 2**64
+    assert all(0 <= digest < 2**64 for digest in (*payload.prompt, payload.inputs))
     assert len(payload.groups) <= 4096 and all(0 <= g < 4096 for g in payload.groups)
     for group in payload.groups.values():
         assert_group(group, payload.num_tokens)
@@ -163,9 +163,9 @@ class Payloads(Target):
         """Cut values and copies to what the tokens fill, and name the right prompt."""
         try:
             _, body = tree
-            num_tokens, _, prompt, _, groups = body
+            num_tokens, _, prompt, _, _, groups = body
             if prompt:
-                body[PROMPT] = _digest(num_tokens)
+                body[PROMPT:INPUTS] = _digests(num_tokens)
             for group in groups.values():
                 units = -(-num_tokens // group[SIZE]) - group[START]
                 group[VALUES] = group[VALUES][: max(0, units) * 8]
@@ -182,7 +182,7 @@ class Payloads(Target):
 
     def long_seeds(self) -> dict[str, bytes]:
         encode = msgspec.msgpack.encode
-        start = [16, 1, _digest(16), 0]
+        start = [16, 1, *_digests(16), 0]
         no_values = {g: (1, 1, 0, b"", b"") for g in range(9000)}
         most = dict(list(no_values.items())[:4096])
         one = {g: (1, 16, 0, bytes(8), _copies((0, 0, g))) for g in range(2400)}
@@ -237,7 +237,7 @@ class Longest(Payloads):
         }
 
 
-HEAD = b"\x92\x02\x95\x64\x01\x00\x00"
+HEAD = b"\x92\x02\x96\x64\x01\x00\x00\x00"
 """What stands before the groups of a payload of 100 tokens and no prompt."""
 
 
@@ -245,6 +245,10 @@ def _digest(num_tokens: int) -> int:
     """The right digest of a prompt's first tokens."""
     limit = LONG if 1024 < num_tokens <= LONG else TOKENS
     return LONG_CASE.prompt_digest(max(0, min(num_tokens, limit)))
+
+
+def _digests(num_tokens: int) -> tuple[int, int]:
+    return _digest(num_tokens), _digest(num_tokens // 16 * 16)
 
 
 def _long(copies: bytes) -> bytes:
@@ -282,7 +286,7 @@ def _sums(size: int, num_tokens: int = TOKENS) -> bytes:
 def _set(group: dict[int, Any], fields: dict[int, Any] | None = None) -> Any:
     """Change parts of the group, and of what stands before the groups.
 
-    The digest is that of as many tokens as are named, unless it is changed too.
+    The digests are those of as many tokens as are named, unless they are changed too.
     """
 
     def change(body: list[Any]) -> Any:
@@ -291,7 +295,7 @@ def _set(group: dict[int, Any], fields: dict[int, Any] | None = None) -> Any:
             for at, value in changes.items():
                 parts[at] = value(parts[at]) if callable(value) else value
         if NUM_TOKENS in fields_ and PROMPT not in fields_:
-            body[PROMPT] = _digest(body[NUM_TOKENS])
+            body[PROMPT:INPUTS] = _digests(body[NUM_TOKENS])
         return body
 
     return change
@@ -342,18 +346,26 @@ CHANGES = {
     "digest-of-99-tokens-99-tokens": _fields((NUM_TOKENS, 99), (PROMPT, _digest(99))),
     "digest-of-100-tokens-99-tokens": _fields((NUM_TOKENS, 99), (PROMPT, _digest(100))),
     "digest-float": _fields((PROMPT, 1.0)),
+    "beginning-other": _fields((BEGINNING, 3)),
+    "beginning-negative": _fields((BEGINNING, -1)),
+    "beginning-2-64": _fields((BEGINNING, 2**64 - 1)),
+    "beginning-nil": _fields((BEGINNING, None)),
+    # More tokens than the prompt of 100 has, in its last unit and behind that.
+    "103-tokens": _fields((NUM_TOKENS, 103), (PROMPT, 7), (BEGINNING, _digest(96))),
+    "103-tokens-of-another": _fields((NUM_TOKENS, 103), (PROMPT, 7), (BEGINNING, 7)),
+    "112-tokens": _fields((NUM_TOKENS, 112), (PROMPT, 7), (BEGINNING, _digest(96))),
     "inputs-other": _fields((INPUTS, 1)),
     "inputs-negative": _fields((INPUTS, -1)),
     "inputs-2-64-1": _fields((INPUTS, 2**64 - 1)),
     "inputs-nil": _fields((INPUTS, None)),
     "inputs-the-prompt-s": _fields((INPUTS, _digest(TOKENS))),
     "no-digests": lambda body: [*body[:PROMPT], body[GROUPS]],
-    "body-of-6": lambda body: [*body, 0],
+    "body-of-7": lambda body: [*body, 0],
     "group-4096": lambda body: [*body[:GROUPS], {4096: body[GROUPS][FULL]}],
     "group-negative": lambda body: [*body[:GROUPS], {-1: body[GROUPS][FULL]}],
     "other-group": lambda body: [*body[:GROUPS], {1: body[GROUPS][FULL]}],
     "no-groups": lambda body: [*body[:GROUPS], {}],
-    "two-groups": lambda body: [*body[:GROUPS], dict.fromkeys((0, 1), body[4][FULL])],
+    "two-groups": lambda body: [*body[:GROUPS], dict.fromkeys((0, 1), body[5][FULL])],
     "group-of-4": lambda body: [*body[:GROUPS], {FULL: body[GROUPS][FULL][:COPIES]}],
     "group-of-6": lambda body: [*body[:GROUPS], {FULL: [*body[GROUPS][FULL], 0]}],
     "fingerprint-other": _set({FINGERPRINT: 3}),

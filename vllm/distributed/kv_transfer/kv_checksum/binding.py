@@ -86,11 +86,12 @@ def is_other_prompt(request: Any, num_tokens: int, sent: PromptDigests) -> bool:
         num_tokens: how many of the producer's tokens were summed.
         sent: the producer's digests of them.
     """
-    if len(request.prompt_token_ids) >= num_tokens:
+    number = len(request.prompt_token_ids)
+    if number >= num_tokens:
         return prompt_digests(request, num_tokens).whole != sent.whole
     # A shorter prompt may be the beginning of the one that the producer was asked.
     filled = num_tokens // UNIT_TOKENS * UNIT_TOKENS
-    return prompt_digests(request, filled).whole != sent.beginning
+    return number < filled or prompt_digests(request, filled).whole != sent.beginning
 
 
 def is_bound(request: Any) -> bool:
