@@ -7,7 +7,7 @@ N ?= 1000000
 MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base test-upstream lint bench campaign fuzz soak demo clean
+.PHONY: help env unit test test-slow test-base test-upstream lint bench campaign mutants fuzz soak demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
@@ -20,6 +20,8 @@ help:
 	@echo "            (downloads vLLM's source distribution; half an hour and more)"
 	@echo "make bench  what the checks cost: summing KV, and the code on the host"
 	@echo "make campaign  a million damaged blocks, and the table of outcomes (N=blocks)"
+	@echo "make mutants  one-line breaks of the feature: every one must fail a unit test"
+	@echo "            (IDS='S01 U02' runs these alone; all take hours)"
 	@echo "make fuzz   fuzz what clients and peers can send (MINUTES=30, one core)"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
@@ -51,6 +53,9 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
 	$(BIN)/mypy benchmarks/fault_campaign.py benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/campaign benchmarks/spacing
+
+mutants: env
+	$(BIN)/python tests/rig/mutants.py $(IDS)
 
 fuzz: env
 	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)

@@ -1,0 +1,177 @@
+"""``make mutants``: one-line breaks of the feature, each with the tests that ought to see it.
+
+The breaks are data (``tests/v1/kv_connector/unit/data/mutants.toml``), chosen for what they mean in service, and
+located by module, function and text. A break is made in memory, as the module is imported
+(``mutating/sitecustomize.py``), so several run at once and no file is touched. A break that no test sees is told with what
+goes wrong in service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomllib
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rig.mutating.change import changed_source  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+UNIT = ROOT / "tests" / "v1" / "kv_connector" / "unit"
+DATA = UNIT / "data" / "mutants.toml"
+
+SEEN, SURVIVED, BROKEN = "seen", "SURVIVED", "NOT RUN"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One break. ``tests`` are names of unit test files without ``test_kv_checksum_``, or paths."""
+
+    id: str
+    module: str
+    function: str
+    before: str
+    after: str
+    why: str
+    tests: tuple[str, ...]
+
+    def source(self) -> str:
+        """Return the module's source with the break, or raise ``ValueError``."""
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"no module {self.module}")
+        text = Path(spec.origin).read_text()
+        return changed_source(text, self.function, self.before, self.after)
+
+    def test_files(self) -> list[Path]:
+        """Return the files of the tests that ought to see it."""
+        return [
+            ROOT / name if "/" in name else UNIT / f"test_kv_checksum{_part(name)}.py"
+            for name in self.tests
+        ]
+
+
+def _part(name: str) -> str:
+    return f"_{name}" if name else ""
+
+
+def read() -> list[Mutant]:
+    """Return all mutants."""
+    entries = tomllib.loads(DATA.read_text())["mutant"]
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+
+
+def run(mutant: Mutant, timeout: float) -> tuple[str, str]:
+    """Run a mutant's tests; return the outcome, and the first test that failed or what is wrong."""
+    try:
+        mutant.source()
+    except (ValueError, SyntaxError) as error:
+        return BROKEN, str(error)
+    with tempfile.TemporaryDirectory(prefix="kv-checksum-mutant-") as folder:
+        told = Path(folder) / "mutant.json"
+        change = {x: getattr(mutant, x) for x in ("function", "before", "after")}
+        told.write_text(json.dumps({"module": mutant.module, "change": change}))
+        env = {
+            **os.environ,
+            "KV_CHECKSUM_MUTANT": str(told),
+            "PYTHONPATH": str(Path(__file__).parent / "mutating"),
+        }
+        if mutant.module.endswith(".cpu_path"):
+            # Compiled code is kept by file, and callers have what they call inlined.
+            env["NUMBA_CACHE_DIR"] = folder
+        files = [str(file) for file in mutant.test_files()]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "--basetemp", f"{folder}/tmp"]
+        options += ["-m", "not e2e and not slow and not campaign and not upstream"]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", *files, *options],
+                cwd=ROOT,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired:
+            return SEEN, f"no end within {timeout:.0f} s"
+    return _outcome(done)
+
+
+def _outcome(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
+    failed = [
+        x for x in done.stdout.splitlines() if x.startswith(("FAILED ", "ERROR "))
+    ]
+    tests = [
+        x.split(" ")[1] for x in failed if "::" in x or x.startswith("ERROR tests")
+    ]
+    if done.returncode in (1, 2) and tests:
+        return SEEN, tests[0]
+    if done.returncode == 0:
+        return SURVIVED, ""
+    return BROKEN, f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the mutants that were asked for; return 1 if any was not seen."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="which; all by default")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="outcomes, by id")
+    args = parser.parse_args(arguments)
+    known = {mutant.id: mutant for mutant in read()}
+    if unknown := sorted(set(args.ids) - known.keys()):
+        parser.error(f"no mutants {', '.join(unknown)} in {DATA.relative_to(ROOT)}")
+    chosen = [known[i] for i in args.ids] or list(known.values())
+    outcomes: dict[str, tuple[str, str]] = {}
+    for mutant, outcome in _outcomes(chosen, args.jobs, args.timeout):
+        outcomes[mutant.id] = outcome
+        if args.json:
+            args.json.write_text(json.dumps(outcomes, indent=1))
+    return _tell(chosen, outcomes)
+
+
+def _outcomes(
+    chosen: list[Mutant], jobs: int, timeout: float
+) -> Iterator[tuple[Mutant, tuple[str, str]]]:
+    began = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = {pool.submit(run, mutant, timeout): mutant for mutant in chosen}
+        for number, ended in enumerate(as_completed(runs), 1):
+            mutant, outcome = runs[ended], ended.result()
+            left = (time.monotonic() - began) / number * (len(chosen) - number)
+            print(
+                f"{number}/{len(chosen)} {mutant.id} {outcome[0]} {outcome[1]} "
+                f"(about {left:.0f} s to go)",
+                flush=True,
+            )
+            yield mutant, outcome
+
+
+def _tell(chosen: list[Mutant], outcomes: dict[str, tuple[str, str]]) -> int:
+    missed = [mutant for mutant in chosen if outcomes[mutant.id][0] != SEEN]
+    for mutant in missed:
+        outcome, detail = outcomes[mutant.id]
+        print(
+            f"\n{mutant.id} {outcome} in {mutant.module}, {mutant.function}: {detail}"
+        )
+        print(f"  {mutant.before.strip()}\n  -> {mutant.after.strip()}")
+        print(f"  {mutant.why}\n  tried: {', '.join(map(str, mutant.tests))}")
+    print(f"\nmutants: {len(chosen) - len(missed)} of {len(chosen)} seen")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The mutants' data fit the code, and their runner tells what was seen from what was not."""
+
+from __future__ import annotations
+
+import pytest
+from rig import mutants
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {mutant.id: mutant for mutant in mutants.read()}
+
+
+def test_every_mutant_stands_once_in_its_function_and_has_tests(known):
+    wrong = []
+    for mutant in known.values():
+        try:
+            mutant.source()
+        except (ValueError, SyntaxError) as error:
+            wrong.append(f"{mutant.id}: {error}")
+        missing = [file.name for file in mutant.test_files() if not file.exists()]
+        if missing or not mutant.tests or not mutant.why:
+            wrong.append(f"{mutant.id}: no tests {missing}, or no reason")
+    assert wrong == []
+    assert len(known) == len(mutants.read()) > 150
+
+
+def test_a_mutant_that_no_test_sees_is_told_with_what_it_means(
+    known, monkeypatch, capsys
+):
+    """The same break, with the tests that see it and with others."""
+    seen = known["U46"]
+    blind = mutants.Mutant(
+        **{**vars(seen), "id": "blind", "tests": ("tests/series/test_edits.py",)}
+    )
+    assert blind.test_files()[0].exists()
+    monkeypatch.setattr(mutants, "read", lambda: [seen, blind])
+    assert mutants.main(["--jobs", "2"]) == 1
+    told = capsys.readouterr().out
+    assert "U46 seen tests/v1/kv_connector/unit/test_kv_checksum_binding.py::" in told
+    assert "blind SURVIVED in vllm.distributed.kv_transfer.kv_checksum.report" in told
+    assert blind.why in told and "mutants: 1 of 2 seen" in told
+    assert mutants.main(["U46"]) == 0
+
+
+def test_a_mutant_without_its_place_is_not_called_seen(known, capsys, monkeypatch):
+    lost = mutants.Mutant(**{**vars(known["U46"]), "before": "nowhere"})
+    monkeypatch.setattr(mutants, "read", lambda: [lost])
+    assert mutants.main([]) == 1
+    assert "U46 NOT RUN" in capsys.readouterr().out
+
+
+def test_ids_that_are_not_there_are_named(capsys):
+    with pytest.raises(SystemExit):
+        mutants.main(["X99"])
+    assert "no mutants X99" in capsys.readouterr().err
