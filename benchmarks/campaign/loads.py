@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
     NotApplicable,
     damage_payload,
 )
+from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumPayload
 
 from .instances import (
     describe,
@@ -50,7 +51,7 @@ WAVES = 16
 WRONG_BEFORE = "limit: KV already wrong when its producer summed it"
 LATE = "limit: a late writer, after the verdict"
 WINDOW_START = "limit: first block of a window, of which P sent a part"
-SAME_BEGINNING = "limit: payload of a prompt that this one begins with"
+SAME_BEGINNING = "limit: payload of a prompt that begins this one, or the reverse"
 UNALIGNED = "unverified: D's first block begins inside a unit of P"
 
 SETS = CHECK + "what is summed is what is loaded"
@@ -153,9 +154,7 @@ class Pair:
             return payload
         plan.changed = damaged != payload
         if plan.changed and plan.kind == "other_request_payload":
-            other, prompt = wire.decode(damaged), self.prompts[-1]
-            beginning = prompt[: other.num_tokens]
-            if other.prompt == reference.prompt_digests(beginning):
+            if _begin_alike(wire.decode(damaged), self.prompts[-1]):
                 plan.kind = SAME_BEGINNING
         return damaged
 
@@ -402,6 +401,17 @@ class Pair:
         if {started, judged} != {len(self.told)} or fell.keys() - self.told:
             row.count("not", False)
             self.tally.example(f"{len(self.told)} loads, {dict(stats)} ({self.where})")
+
+
+def _begin_alike(payload: KVChecksumPayload, prompt: list[int]) -> bool:
+    """Whether a payload's prompt begins the other, or the other ends in its last unit."""
+    number = payload.num_tokens
+    if number <= len(prompt):
+        return payload.prompt.whole == reference.prompt_digest(prompt[:number])
+    filled = number // 16 * 16
+    return filled <= len(prompt) and payload.prompt.beginning == (
+        reference.prompt_digest(prompt[:filled])
+    )
 
 
 def run_batch(seed: int, number: int) -> Tally:
