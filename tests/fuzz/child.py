@@ -6,6 +6,7 @@
 itself ends the process for (a hang, memory) it writes there too.
 """
 
+import gc
 import json
 import random
 import resource
@@ -147,6 +148,7 @@ def main() -> None:
     fuzzer = Fuzzer(TARGETS[name](), Path(folder))
     atheris.Setup([sys.argv[0], *arguments], fuzzer.one, custom_mutator=fuzzer.mutated)
     limit_memory()
+    gc.freeze()  # as vLLM's engine does: what was imported takes 0.4 s to look through
     atheris.Fuzz()
 
 

@@ -185,7 +185,7 @@ class Payloads(Target):
         start = [16, 1, _digest(16), 0]
         no_values = {g: (1, 1, 0, b"", b"") for g in range(9000)}
         most = dict(list(no_values.items())[:4096])
-        one = {g: (1, 16, 0, bytes(8), _copies((0, 0, g))) for g in range(2400)}
+        one = {g: (1, 16, 0, bytes(8), _copies((0, 0, g))) for g in range(1000)}
         copies = {
             "many-copies": [(c, at, 5) for c in range(200) for at in range(10)],
             "a-copy": [(0, at, at) for at in range(0, 8192, 4)],
