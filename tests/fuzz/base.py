@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import msgspec
@@ -61,6 +62,10 @@ class Target:
     def unparse(self, tree: Any) -> bytes:
         """The inverse of `parse`."""
         return msgspec.msgpack.encode(tree)
+
+    def invent(self, random: Random) -> bytes | None:
+        """An input whose parts fit together as chance would not have them."""
+        return None
 
 
 class Lines(logging.Handler):

@@ -35,6 +35,9 @@ SPARE_MEMORY = 512 * 2**20
 MEMORY_EVERY = 16
 """Every so many inputs, memory is measured."""
 
+INVENTED = 0.15
+"""Share of the inputs that a target makes up, where it does."""
+
 
 class Fuzzer:
     """Runs inputs and keeps count."""
@@ -89,8 +92,10 @@ class Fuzzer:
         scratch.replace(self.folder / "child.json")
 
     def mutated(self, data: bytes, max_size: int, seed: int) -> bytes:
-        """Half of all changes keep the message's form."""
+        """Half of all changes keep the message's form; some inputs are made anew."""
         draw = random.Random(seed)
+        if draw.random() < INVENTED and (invented := self.target.invent(draw)):
+            return invented
         if draw.random() < 0.5:
             try:
                 tree = self.target.parse(bytes(data))
