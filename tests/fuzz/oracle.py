@@ -26,10 +26,11 @@ MASK = 2**64 - 1
 def assert_refused(verdict: LoadVerdict, data: bytes) -> None:
     """Bytes that are no payload have nothing verified, and say why."""
     try:
-        version, _ = read(data)
-    except (TypeError, ValueError):
-        version = None
+        tree = read(data)
+    except ValueError:
+        tree = None
     reason = Unverified.BAD_PAYLOAD
+    version = tree[0] if isinstance(tree, list) and len(tree) == 2 else None
     if type(version) is int and version != 2:
         reason = Unverified.PAYLOAD_VERSION
     assert verdict.unverified is reason and verdict.detail

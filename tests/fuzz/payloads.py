@@ -6,6 +6,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import msgspec
@@ -22,7 +23,9 @@ from .loads import (
     FULL,
     LONG,
     LONG_CASE,
+    STATE,
     TOKENS,
+    WINDOW,
     Load,
     right_payload,
     unit_sums,
@@ -180,12 +183,27 @@ class Payloads(Target):
         except (AttributeError, IndexError, TypeError, ValueError, ZeroDivisionError):
             pass  # of another form
 
+    def invent(self, random: Random) -> bytes | None:
+        """A load's payload, with few wrong values and copies that may make up for them.
+
+        Cut at times, or of other units or tokens.
+        """
+        case = random.choice(CASES)
+        num_tokens = case.num_tokens - _mostly(random, 0, 1, 4, 36, -60)
+        groups = {g: _invented(g, num_tokens, random) for g in case.groups}
+        digests = case.prompt_digest(num_tokens), case.inputs_digest(num_tokens)
+        tp_size = random.choice((1, case.tp_size))
+        encoded: bytes = msgspec.msgpack.encode(
+            (2, (num_tokens, tp_size, *digests, groups))
+        )
+        return encoded
+
     def long_seeds(self) -> dict[str, bytes]:
         encode = msgspec.msgpack.encode
         start = [16, 1, *_digests(16), 0]
         no_values = {g: (1, 1, 0, b"", b"") for g in range(9000)}
         most = dict(list(no_values.items())[:4096])
-        one = {g: (1, 16, 0, bytes(8), _copies((0, 0, g))) for g in range(2400)}
+        one = {g: (1, 16, 0, bytes(8), _copies((0, 0, g))) for g in range(1000)}
         copies = {
             "many-copies": [(c, at, 5) for c in range(200) for at in range(10)],
             "a-copy": [(0, at, at) for at in range(0, 8192, 4)],
@@ -257,6 +275,34 @@ def _long(copies: bytes) -> bytes:
     tree[1][GROUPS][FULL][COPIES] = copies
     encoded: bytes = msgspec.msgpack.encode(tree)
     return encoded
+
+
+def _mostly(random: Random, usual: Any, *others: Any) -> Any:
+    return usual if random.random() < 0.7 else random.choice(others)
+
+
+def _invented(group_id: int, num_tokens: int, random: Random) -> tuple[Any, ...]:
+    """A group of `Payloads.invent`."""
+    size = 1 if group_id == STATE else _mostly(random, 16, 1, 8, 32, 48, 64)
+    right, other = (unit_sums(group_id, size, num_tokens, c).tolist() for c in (0, 1))
+    values, places = list(right), range(len(right))
+    for at in random.sample(places, min(len(right), random.choice((0, 0, 1, 2, 3)))):
+        values[at] ^= 1 << random.randrange(64)
+    wrong = [at for at in places if values[at] != right[at]]
+    first = max(0, len(right) - 4) if group_id == WINDOW else 0
+    start = _mostly(random, first, random.choice(places))
+    stop = _mostly(random, len(right), random.choice(places))
+    copies = {}
+    for _ in range(random.choice((0, 0, 1, 2, 4, 8))):
+        at, of = (_mostly(random, random.choice(wrong or places), start) for _ in "ab")
+        value = random.choice((right[at], other[at], right[of], random.getrandbits(64)))
+        # What would make another value right.
+        value = _mostly(random, value, values[at] + right[of] - values[of] & MASK)
+        if start <= at < stop:
+            copies[_mostly(random, 0, 1, 2, 65535), at - start] = value
+    entries = ((*place, value) for place, value in sorted(copies.items()))
+    sent = np.array(values[start:stop], "<u8").tobytes()
+    return FINGERPRINTS[group_id], size, start, sent, _copies(*entries)
 
 
 def _entries(copies: bytes) -> Iterator[tuple[int, int, int]]:
@@ -539,6 +585,10 @@ class Params(Payloads):
     def repair(self, tree: Any) -> None:
         if isinstance(tree, dict):
             super().repair(tree.get(KV_TRANSFER_PARAMS_KEY))
+
+    def invent(self, random: Random) -> bytes | None:
+        text = _text(super().invent(random) or b"")
+        return json.dumps({KV_TRANSFER_PARAMS_KEY: text}).encode()
 
     def unparse(self, tree: Any) -> bytes:
         if isinstance(tree, dict):
