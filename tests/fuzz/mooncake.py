@@ -303,9 +303,11 @@ class Removals(Target):
             tree = read(data)
         except ValueError:
             return None
-        if not isinstance(tree, Map) or len(dict(tree.pairs)) != len(tree.pairs):
+        if not isinstance(tree, Map):
             return None
-        keys = []
+        keys, known = [], [index for index, _ in tree.pairs]
+        if any(known.count(index) > 1 for index in known):
+            return None
         for index, hashes in tree.pairs:
             if type(index) is not int or index not in range(len(self.PREFIXES)):
                 return None

@@ -191,7 +191,7 @@ class Payloads(Target):
         case = random.choice(CASES)
         num_tokens = case.num_tokens - _mostly(random, 0, 1, 4, 36, -60)
         groups = {g: _invented(g, num_tokens, random) for g in case.groups}
-        digests = case.prompt_digest(num_tokens), case.inputs_digest(num_tokens)
+        digests = *case.prompt_digests(num_tokens), case.inputs_digest(num_tokens)
         tp_size = random.choice((1, case.tp_size))
         encoded: bytes = msgspec.msgpack.encode(
             (2, (num_tokens, tp_size, *digests, groups))
