@@ -112,14 +112,18 @@ def measure(
     number = size // shape.block_bytes
     layer = layer_of(shape, number, device)
     ids = torch.randperm(number) if shuffle else torch.arange(number)
-    first = torch.arange(number) * shape.tokens
-    valid = torch.full((number,), shape.tokens)
-    rows = torch.stack([ids, first, valid]).to(device)
+    # A row is a unit, and a block's units are read one after the other.
+    per_block = layer.units_per_block
+    units = (ids[:, None] * per_block + torch.arange(per_block)).flatten()
+    size_of_unit = shape.tokens // per_block
+    first = torch.arange(len(units)) * size_of_unit
+    valid = torch.full((len(units),), size_of_unit)
+    rows = torch.stack([units, first, valid]).to(device)
     num_bytes = number * shape.block_bytes
     runs: dict[str, Callable[[], Any]] = {}
     sums = {}
     for name, prepare in paths(device).items():
-        out = torch.zeros(number, dtype=torch.int64, device=device)
+        out = torch.zeros(len(units), dtype=torch.int64, device=device)
         sum_rows = prepare([layer])
         sum_rows(rows, out)
         sums[name] = out.clone()
