@@ -56,6 +56,15 @@ def test_a_shorter_prompt_is_another_one_whatever_the_rest_is():
     assert digest([5, 6], 4) != digest([5, 6, 0, 0], 4)
 
 
+@pytest.mark.parametrize("token", [-1, -(2**63), 2**32, 2**70])
+def test_numbers_that_are_no_token_ids_raise_nothing(token):
+    """No instance computes KV of them; the scheduler must outlive them."""
+    ids = [*range(40), token]
+    low = [*range(40), token % 2**32]
+    assert digest(ids) == reference.prompt_digest(low)
+    assert digest(ids, 40) == reference.prompt_digest(low[:40])
+
+
 def test_it_is_the_same_in_every_process():
     code = (
         "from types import SimpleNamespace as N\n"

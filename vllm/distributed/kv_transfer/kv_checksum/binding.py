@@ -49,9 +49,7 @@ def prompt_digests(request: Any, num_tokens: int) -> PromptDigests:
     """
     if not is_bound(request):
         return PromptDigests(0, 0)
-    ids = array("I")
-    ids.fromlist(request.prompt_token_ids)
-    del ids[num_tokens:]
+    ids = _first_ids(request.prompt_token_ids, num_tokens)
     number = len(ids)
     if number % 2:
         ids.append(0)
@@ -62,6 +60,17 @@ def prompt_digests(request: Any, num_tokens: int) -> PromptDigests:
     return PromptDigests(
         number + beginning + rest & MASK64 or 1, filled + beginning & MASK64 or 1
     )
+
+
+def _first_ids(token_ids: list[int], number: int) -> "array[int]":
+    """The first token ids; of numbers that are none, the low 32 bits."""
+    ids = array("I")
+    try:
+        ids.fromlist(token_ids)
+    except OverflowError:
+        return array("I", [token & 2**32 - 1 for token in token_ids[:number]])
+    del ids[number:]
+    return ids
 
 
 def _sum_of_terms(pieces: np.ndarray, first: int) -> int:
