@@ -8,6 +8,7 @@ itself ends the process for (a hang, memory) it writes there too.
 
 import gc
 import json
+import operator
 import random
 import resource
 import sys
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / ".rig/atheris"), str(ROOT / "tests")]
 
 import atheris  # noqa: E402
+import numpy as np  # noqa: E402
 
 from fuzz.base import Target, check, quiet  # noqa: E402
 from fuzz.mutate import mutate  # noqa: E402
@@ -49,6 +51,8 @@ class Fuzzer:
         self.crashes: dict[str, str] = {}
 
     def one(self, data: bytes) -> None:
+        if not self.runs:
+            free_what_arrays_compare_to()  # not before atheris has begun
         self.runs += 1
         try:
             with quiet() as lines:
@@ -139,6 +143,20 @@ def instrument(target: type[Target]) -> None:
             atheris.instrument_func(function)
     for function in target.of_vllm:
         atheris.instrument_func(function)
+
+
+def free_what_arrays_compare_to() -> None:
+    """Keep comparisons of arrays from atheris 3.0.0, which never frees their results."""
+    trace, o = atheris._trace_cmp, operator
+    compare = (o.lt, o.le, o.eq, o.ne, o.gt, o.ge)
+    arrays = np.ndarray, np.generic
+
+    def traced(left: object, right: object, which: int, *place: object) -> object:
+        if isinstance(left, arrays) or isinstance(right, arrays):
+            return compare[which](left, right)
+        return trace(left, right, which, *place)
+
+    atheris._trace_cmp = traced
 
 
 def limit_memory() -> None:
