@@ -216,6 +216,11 @@ def _accept_copies(
         np.logical_and.at(check, chunk, found[chunk] != sums)
 
 
+def _firsts(ascending: np.ndarray) -> np.ndarray:
+    """Indices at which another number begins."""
+    return np.flatnonzero(np.diff(ascending, prepend=-1))
+
+
 def _in_blocks(
     common: _Common,
     differs: np.ndarray,
@@ -234,8 +239,9 @@ def _in_blocks(
     bad = np.flatnonzero(differs.any(axis=0))
     # A chunk may be far longer than the request: the producer names its unit.
     units = (common.low + bad)[:, None] * ratio + np.arange(min(ratio, end))
-    positions = np.unique(units[units < end] // per_block)
-    _, at = np.unique((common.low + bad) * ratio // per_block, return_index=True)
+    blocks = units[units < end] // per_block
+    positions = blocks[_firsts(blocks)]
+    at = _firsts((common.low + bad) * ratio // per_block)
     samples = [
         Difference(
             int(common.low + chunk) * ratio // per_block,

@@ -55,9 +55,10 @@ def build_rows(
         ends = lengths.cumsum()
         total = int(ends[-1])
         table: np.ndarray = np.zeros((3, total + total % 2), np.int64)
-        units = table[0, :total].reshape(-1, per_block)
-        np.multiply(np.concatenate(ids)[:, None], per_block, out=units)
-        units += np.arange(per_block)
+        blocks = np.concatenate(ids)
+        if per_block > 1:
+            blocks = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
+        table[0, :total] = blocks
         position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
         first = np.multiply(position, group.unit_size, out=table[1, :total])
         valid = np.repeat(num_tokens, lengths) - first
