@@ -107,6 +107,9 @@ class Unruly:
         assert load.verdict is None, f"{request.request_id} is judged twice"
         assert load.arrived and not load.failed, f"{request.request_id}: {load}"
         load.verdict, load.end = verdict.outcome, "judged"
+        if load.payload == "own" and pending.received not in (None, b"", load.sent):
+            # A late one, of an earlier request of the id.
+            load.payload = "old"
         self.judged(load)
         return verdict
 
