@@ -9,7 +9,7 @@ and the connector (the carrier's own function and nothing else).
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
-from itertools import count
+from itertools import accumulate, count
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +43,7 @@ TOKENS, LONG = 100, 131_072
 WINDOW_TOKENS = 40
 FULL, WINDOW, STATE = HYBRID = 0, 1, 2
 FINGERPRINTS = {FULL: 2**64 - 5, WINDOW: 77, STATE: 2**63}
+MASK = 2**64 - 1
 REQUEST = "r\n" + "x" * 5000  # clients can choose ids
 PROMPT: list[int] = np.random.default_rng(9).integers(0, 2**18, LONG).tolist()
 
@@ -66,10 +67,21 @@ def unit_sums(group_id: int, size: int, num_tokens: int, copy: int = 0) -> np.nd
     return np.add.reduceat(found, np.arange(0, num_tokens, size))
 
 
-@cache
+SUMS = list(
+    accumulate(
+        (reference.prompt_term(j, *PROMPT[j : j + 2]) for j in range(0, LONG, 2)),
+        initial=0,
+    )
+)
+"""Terms of the prompt's first tokens added up, by how many pairs they are."""
+
+
 def prompt_digest(num_tokens: int) -> int:
     """That of the first tokens of `PROMPT`."""
-    return reference.prompt_digest(PROMPT[:num_tokens])
+    total = num_tokens + SUMS[num_tokens // 2]
+    if num_tokens % 2:
+        total += reference.prompt_term(num_tokens - 1, PROMPT[num_tokens - 1])
+    return total & MASK or 1
 
 
 def inputs_digest(num_tokens: int) -> int:

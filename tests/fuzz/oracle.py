@@ -17,10 +17,8 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Unverified,
 )
 
-from .loads import FINGERPRINTS, STATE, WINDOW, Load
+from .loads import FINGERPRINTS, MASK, STATE, WINDOW, Load
 from .untyped import read
-
-MASK = 2**64 - 1
 
 
 def assert_refused(verdict: LoadVerdict, data: bytes) -> None:

@@ -23,6 +23,7 @@ from .loads import (
     FULL,
     LONG,
     LONG_CASE,
+    MASK,
     STATE,
     TOKENS,
     WINDOW,
@@ -30,7 +31,7 @@ from .loads import (
     right_payload,
     unit_sums,
 )
-from .oracle import MASK, assert_refused, assert_right
+from .oracle import assert_refused, assert_right
 from .untyped import read
 
 RIGHT = {case: wire.encode(right_payload(case)) for case in (*CASES, LONG_CASE)}

@@ -5,10 +5,11 @@ import gc
 from collections import Counter
 from random import Random
 
+import kv_checksum_reference as reference
 import pytest
 
 from fuzz.base import check, quiet
-from fuzz.loads import Load
+from fuzz.loads import LONG, PROMPT, Load, prompt_digest
 from fuzz.payloads import FEWER, RIGHT, Longest, Payloads
 from fuzz.targets import CORPUS, CRASHES, TARGETS
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
@@ -45,6 +46,11 @@ def test_every_kept_input(target):
             except Exception as error:
                 error.add_note(f"input {name}")
                 raise
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 99, 100, LONG - 1, LONG])
+def test_digests_by_added_up_terms(number):
+    assert prompt_digest(number) == reference.prompt_digest(PROMPT[:number])
 
 
 @pytest.mark.parametrize("seed", range(4))

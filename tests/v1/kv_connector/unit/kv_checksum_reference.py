@@ -79,12 +79,16 @@ def prompt_digest(token_ids: list[int]) -> int:
     """Of some tokens: their number, and the sum of the terms of their ids."""
     total = len(token_ids)
     for j in range(0, len(token_ids), 2):
-        low, high = (*token_ids[j : j + 2], 0)[:2]
-        x = low | high << 32
-        y = (x ^ (x >> 33)) * GOLDEN * (j + 1) & MASK
-        t = (y >> 32) * 0x9E3779B1
-        total += y ^ ((t ^ (t >> 32)) & (2**32 - 1))
+        total += prompt_term(j, *token_ids[j : j + 2])
     return total & MASK or 1
+
+
+def prompt_term(first: int, low: int, high: int = 0) -> int:
+    """The term of the ids of two tokens, the first of which has number `first`."""
+    x = low | high << 32
+    y = (x ^ (x >> 33)) * GOLDEN * (first + 1) & MASK
+    t = (y >> 32) * 0x9E3779B1
+    return y ^ ((t ^ (t >> 32)) & (2**32 - 1))
 
 
 def block_sum(
