@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What checksums cost on the host: scheduler and worker code beside the GPU's work.
 
 Each step is printed in microseconds and as a multiple of one NumPy pass (an
@@ -95,14 +96,14 @@ def steps_of_rows(requests: int, tokens: int, size: int) -> list[Step]:
     ]
     if vllm_is_installed():
         import torch
-        from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-        from vllm.v1.core.kv_cache_utils import KVCacheBlock
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vllm.distributed.kv_transfer.kv_checksum.blocks import (
             loaded_blocks,
             sent_blocks,
         )
+        from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+        from vllm.v1.core.kv_cache_utils import KVCacheBlock
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         spec = FullAttentionSpec(
             block_size=size, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
@@ -181,7 +182,7 @@ def decode_steps(running: int) -> dict[str, Callable[[], Any]]:
 
 
 def stock_scheduler(path: Path) -> Any:
-    """vLLM's own scheduler module, as `vllm-kv-checksum apply` kept it."""
+    """VLLM's own scheduler module, as `vllm-kv-checksum apply` kept it."""
     kept = path.relative_to(path.parents[3])
     original = path.parents[3] / ".kv_checksum_manifest" / "originals" / kept
     if not original.exists():

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What storing checksums adds to a step: `save_block_checksums` of its full blocks.
 
 `host` is the engine thread's time: rows, tags and queueing, with the layers' sums
@@ -14,14 +15,14 @@ import time
 from collections.abc import Callable
 
 import torch
+
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumWorker
+from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
 )
-
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumWorker
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 
 BLOCK_SIZE, HEADS, HEAD_SIZE = 16, 8, 128
 SIZES = [1, 64, 512, 4096]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Draws models, requests and damage from a seed and prints the table of outcomes.
 
 Depth *blocks*: real checksum workers of P and D and the real code for verdicts, no

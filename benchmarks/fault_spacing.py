@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Counts how often evenly spaced damage escapes, for four checks side by side.
 
 Weights of evenly spaced places are evenly spaced, too, so changes of equal size and

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Draws what `fault_spacing.py --json` wrote: the share missed, by kind of place.
 
 KV of few values alone, on a logarithmic scale; what missed nothing stands at the left
@@ -48,6 +49,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
+
     """
     import matplotlib
 

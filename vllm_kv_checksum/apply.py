@@ -187,6 +187,7 @@ def make_plan(
 
     Raises:
         InstallError: unknown version, missing file, or an anchor that does not fit.
+
     """
     manifest = read_manifest(package)
     version = read_version(package)
@@ -217,6 +218,7 @@ def plan_edits(
 
     Raises:
         InstallError: unknown version, or an anchor that does not fit.
+
     """
     edited = {}
     for module in series:
@@ -279,6 +281,7 @@ def apply(
 
     Raises:
         InstallError: the tree is left as it was.
+
     """
     with locked(package):
         return _apply(package, series, feature_dir, link, force)
@@ -400,6 +403,7 @@ def revert(package: Path, *, force: bool = False) -> str:
 
     Raises:
         InstallError: the tree is left as it was.
+
     """
     with locked(package):
         return _revert(package, force)

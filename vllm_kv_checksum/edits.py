@@ -6,7 +6,6 @@ one statement.
 """
 
 import ast
-import itertools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from . import KNOWN_VERSIONS
+from .imports import add_imports
 
 
 class AnchorError(Exception):
@@ -67,9 +67,10 @@ class _Insert:
 
 @dataclass(frozen=True)
 class Edit:
-    """One insertion. `where` is "before", "after", "prepend" (no anchor) or "keyword".
+    """One insertion.
 
-    It is made in vLLM from version `since` on and below version `below`, where given.
+    `where` is "before" or "after" the anchor, "prepend" (first in the scope, no anchor),
+    "method" (last in a class, no anchor) or "keyword" (into a call). It is made in vLLM from version `since` on and below version `below`, where given.
     """
 
     scope: str
@@ -95,7 +96,7 @@ class Scope:
     edits: list[Edit] = field(default_factory=list)
 
     def before(self, anchor: str, code: str) -> None:
-        """Insert `code` before the anchor."""
+        """Insert `code` before the anchor and the comment directly above it."""
         self.edits.append(Edit(self.name, "before", code, anchor))
 
     def after(self, anchor: str, code: str, *, past_docstring: bool = False) -> None:
@@ -105,6 +106,10 @@ class Scope:
     def prepend(self, code: str) -> None:
         """Insert `code` first, behind the scope's own docstring."""
         self.edits.append(Edit(self.name, "prepend", code))
+
+    def method(self, code: str) -> None:
+        """Append `code`, a method or several, to a class."""
+        self.edits.append(Edit(self.name, "method", code))
 
     def keyword(self, function: str, code: str) -> None:
         """Insert `code`, a keyword argument, last into the one call of `function`.
@@ -119,16 +124,19 @@ class Module:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.import_lines: list[str] = []
+        self.import_code: list[str] = []
         self.edits: list[Edit] = []
 
     def imports(self, code: str) -> None:
-        """Insert import lines behind the imports at the module's head."""
-        self.import_lines.append(code)
+        """Add import statements to those at the module's head, in isort's order.
 
-    def define(self, code: str) -> None:
-        """Insert a top-level definition at the same place."""
-        self.import_lines.append(f"\n\n\n{textwrap.dedent(code).strip()}")
+        Those inside ``if TYPE_CHECKING:`` join the module's own.
+        """
+        self.import_code.append(textwrap.dedent(code))
+
+    def define(self, before: str, code: str) -> None:
+        """Insert a top-level definition in front of another."""
+        self.edits.append(Edit(before, "define", code))
 
     @contextmanager
     def function(
@@ -140,6 +148,7 @@ class Module:
             name: where the edits stand.
             since: first version of vLLM to edit.
             below: first later version that is not edited any more.
+
         """
         scope = Scope(name)
         yield scope
@@ -153,35 +162,39 @@ class Module:
         Raises:
             AnchorError: an anchor or a scope does not match exactly once.
             SyntaxError: the result does not compile.
+
         """
         tree = ast.parse(source)
-        inserts = [self._place(tree, e) for e in self.edits if e.concerns(version)]
-        at = 0
-        for n in itertools.takewhile(
-            lambda n: not isinstance(n, _ScopeNode), tree.body
-        ):
-            if isinstance(n, ast.Import | ast.ImportFrom) or _is_docstring(n):
-                at = n.end_lineno or at
-        inserts += [_Insert(at, 0, False, code) for code in self.import_lines]
         # Not splitlines(): Python's line numbers count "\n" alone.
         lines = [line + "\n" for line in source.split("\n")]
         lines[-1] = lines[-1].removesuffix("\n")
+        concerned = [e for e in self.edits if e.concerns(version)]
+        inserts = [self._place(tree, lines, e) for e in concerned]
         # From the end, so that earlier line numbers stay right.
         for insert in reversed(sorted(inserts, key=_Insert.order)):
-            text = textwrap.dedent(insert.code).rstrip("\n")
-            new = textwrap.indent(text.removeprefix("\n"), " " * insert.indent) + "\n"
-            if insert.code.endswith("\n\n"):
-                new += "\n"
-            lines[insert.line : insert.line] = [new]
+            lines[insert.line : insert.line] = [_indented(insert.code, insert.indent)]
         edited = "".join(lines)
+        for code in self.import_code:
+            try:
+                edited = add_imports(edited, code)
+            except ValueError as error:
+                raise AnchorError(f"{self.path}: {error}") from None
         compile(edited, self.path, "exec")
         return edited
 
-    def _place(self, tree: ast.Module, edit: Edit) -> "_Insert":
+    def _place(self, tree: ast.Module, lines: list[str], edit: Edit) -> "_Insert":
         scope = self._scope(tree, edit.scope)
+        if edit.where == "define":
+            code = textwrap.dedent(edit.code).strip("\n") + "\n\n\n"
+            return _Insert(_line_above(scope, lines), 0, True, code)
+        if edit.where == "method":
+            last = scope.body[-1]
+            code = "\n\n" + textwrap.dedent(edit.code).strip("\n")
+            return _Insert(last.end_lineno or 0, last.col_offset, False, code)
         if edit.where == "prepend":
             first = scope.body[1 if ast.get_docstring(scope) is not None else 0]
-            return _Insert(_first_line(first) - 1, first.col_offset, True, edit.code)
+            line = _line_above(first, lines)
+            return _Insert(line, first.col_offset, True, edit.code)
         if edit.where == "keyword":
             calls = [
                 node
@@ -201,7 +214,7 @@ class Module:
         body, i = matches[0]
         statement = body[i]
         if edit.where == "before":
-            line = _first_line(statement) - 1
+            line = _line_above(statement, lines)
             return _Insert(line, statement.col_offset, True, edit.code)
         end = statement
         if edit.past_docstring and i + 1 < len(body) and _is_docstring(body[i + 1]):
@@ -235,9 +248,24 @@ class Module:
         return node
 
 
-def _first_line(statement: ast.stmt) -> int:
+def _indented(code: str, indent: int) -> str:
+    """Dedent `code`, drop its first line end, indent it and end it with one line end.
+
+    A blank line at its end stays.
+    """
+    text = textwrap.dedent(code)
+    blank = "\n" * max(0, len(text) - len(text.rstrip("\n")) - 1)
+    text = text.rstrip("\n").removeprefix("\n")
+    return textwrap.indent(text, " " * indent) + "\n" + blank
+
+
+def _line_above(statement: ast.stmt, lines: list[str]) -> int:
+    """Return the number of lines above a statement, its decorators and its comment."""
     decorators = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(d.lineno for d in decorators)])
+    line = min([statement.lineno, *(d.lineno for d in decorators)]) - 1
+    while line and lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+    return line
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

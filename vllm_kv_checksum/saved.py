@@ -72,7 +72,10 @@ def write_atomically(path: Path, data: bytes, like: Path) -> None:
     """Replace `path` by a rename once its content is on disk.
 
     Args:
+        path: the file to replace or create.
+        data: its new content.
         like: whose mode and owner it gets; `path` itself keeps its own.
+
     """
     temporary = path.with_name(_TEMPORARY.format(path.name))
     with temporary.open("wb") as file:

@@ -87,6 +87,7 @@ def patch_wheel(
     Raises:
         InstallError: `base` is not an intact, unpatched wheel of a known vLLM, or the
             output exists or cannot be written. Nothing is left in `folder`.
+
     """
     try:
         with zipfile.ZipFile(base) as archive:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Parts of the fault campaign; `fault_campaign.py` runs it."""
 
 import sys

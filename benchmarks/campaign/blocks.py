@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Depth *blocks*: many damaged blocks per verdict, by real workers, no scheduler.
 
 What a verdict tells apart is a chunk: a block of D, or as many as what is compared as

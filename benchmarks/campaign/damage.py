@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Damage at drawn places of one block on one worker, and the kinds of a campaign.
 
 The kinds of the fault drill (`fault_damage.KINDS`) hit fixed places; these do not.
@@ -23,6 +24,7 @@ class Block:
     Attributes:
         layers: per layer, bytes ``(kernel blocks, heads, tokens, cell)``, views.
         valid: tokens of it that count.
+
     """
 
     layers: list[np.ndarray]

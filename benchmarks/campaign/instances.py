@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Drawn pairs of instances of depth *loads*, and D's caches.
 
 How caches lie in memory is what the instances themselves write them by: ``[block,
@@ -17,10 +18,10 @@ import kv_checksum_hybrid as hybrid
 import kv_checksum_instances as rig
 import kv_checksum_utils as u
 import torch
-from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MLAAttentionSpec
 
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import LayerCache
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MLAAttentionSpec
 
 from .models import Generator
 from .strike import Target, Worker

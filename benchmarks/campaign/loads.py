@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Depth *loads*: whole requests through the real schedulers of P and D.
 
 Instances as the unit tests have them (`kv_checksum_instances`): real schedulers,
@@ -16,7 +17,6 @@ import kv_checksum_instances as rig
 import kv_checksum_reference as reference
 import numpy as np
 from kv_checksum_rig import loaded
-from vllm.v1.engine import FinishReason
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
     damage_payload,
 )
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumPayload
+from vllm.v1.engine import FinishReason
 
 from .instances import (
     describe,
@@ -84,6 +85,7 @@ class _Plan:
         changed: whether it changed anything that counts.
         block_ids: the blocks it was loaded into, per group; None: nothing loaded.
         answer_is_right: whether its KV was right once it was recomputed.
+
     """
 
     kind: str
@@ -153,9 +155,12 @@ class Pair:
             plan.kind = CLEAN
             return payload
         plan.changed = damaged != payload
-        if plan.changed and plan.kind == "other_request_payload":
-            if _begin_alike(wire.decode(damaged), self.prompts[-1]):
-                plan.kind = SAME_BEGINNING
+        if (
+            plan.changed
+            and plan.kind == "other_request_payload"
+            and _begin_alike(wire.decode(damaged), self.prompts[-1])
+        ):
+            plan.kind = SAME_BEGINNING
         return damaged
 
     def schedule(self) -> Any:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Drawn model layouts: KV cache groups, how an instance splits and stores them."""
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import kv_checksum_cells as cells
 import kv_checksum_states as states
 import numpy as np
 import torch
+
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -65,6 +67,7 @@ class Attention:
         layers: their numbers.
         heads: KV heads of the unsharded model.
         values: how its KV is drawn.
+
     """
 
     family: str
@@ -202,7 +205,7 @@ Group = Attention | States
 
 
 def conv_layout(layout: str) -> AbstractContextManager[object]:
-    """vLLM's functions for states ask one place for the conv state's layout."""
+    """VLLM's functions for states ask one place for the conv state's layout."""
     return patch.object(mamba_utils, "get_conv_state_layout", lambda: layout)
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """P or D without a scheduler: real checksum workers and the real code for verdicts."""
 
 from __future__ import annotations
@@ -9,10 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import kv_checksum_utils as u
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-from vllm.v1.request import RequestStatus
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
@@ -21,6 +18,10 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.fault_damage import LayerCache
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.request import RequestStatus
 
 from .models import Attention, Generator, Group, Split
 from .strike import Target, Worker
@@ -37,6 +38,7 @@ class Load:
         num_tokens: of the prompt, on P.
         first_token, end: D loads tokens ``[first_token, end)``.
         seed: what its content is drawn from.
+
     """
 
     req_id: str

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Damaging loaded blocks: which kinds there are, and what of a load they changed."""
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Worker:
             tokens, cell)``, views of the caches.
         rank: its TP rank.
         indices: which of the group's layers they are.
+
     """
 
     layers: list[LayerCache]
@@ -57,6 +59,7 @@ class Chunk:
         block_size: tokens in each; 1 for a state.
         end: tokens of the request that the load covers.
         compared: of which tokens of the request sums are compared.
+
     """
 
     req_id: str
@@ -93,6 +96,7 @@ class Target:
     Attributes:
         workers: per KV cache group, every worker's.
         others: per group, blocks of no load in `Chunk`s.
+
     """
 
     workers: list[list[Worker]]
@@ -121,6 +125,7 @@ def strike(
 
     Raises:
         NotApplicable: nothing was changed.
+
     """
     chunk = chunks[at]
     workers = [w for w in target.workers[chunk.group] if w.layers]

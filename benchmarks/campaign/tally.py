@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The outcome table: damage kind by verdict, expected and seen."""
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Row:
             kinds of which nothing that counts is changed, empty.
         intact: verdicts of what it did not change, which must be *verified*.
         missed_by: of the damaged, how many other checksums did not see.
+
     """
 
     expected: tuple[str, ...]

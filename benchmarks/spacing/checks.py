@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Computes from the changed pieces alone how four checks of a block change.
 
 Shares no code with the feature, so that either can be held against the other. No check

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Draws evenly spaced damage and counts the sets that each check misses."""
 
 from __future__ import annotations

@@ -19,10 +19,8 @@ from pathlib import Path
 import pytest
 from rig import documents, stock
 from rig.prometheus import HOW, program
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.metrics import loggers
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumCarrier,
     metrics,
@@ -31,6 +29,8 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.metrics import loggers
 
 FEATURES = documents.FEATURES
 MARKS = {

@@ -49,6 +49,7 @@ class Draws:
         share: share of the requests whose loads are damaged, the kinds in turn.
         faults: kinds of damage by request id prefix.
         compared: share of the clean requests whose text is compared.
+
     """
 
     def __init__(
@@ -250,6 +251,7 @@ def told_of(answer: httpx.Response) -> str:
 
     Raises:
         ValueError: it failed for another reason.
+
     """
     if answer.status_code == 200 and not failed_stream(answer):
         return "nothing"
@@ -285,6 +287,7 @@ def whole_text(answer: httpx.Response) -> str:
 
     Raises:
         ValueError: it failed, or ended otherwise.
+
     """
     if answer.status_code != 200 or failed_stream(answer):
         raise ValueError(f"failed: {pairs.error_of(answer)[:200]}")

@@ -111,6 +111,7 @@ def text_of(response: httpx.Response) -> str:
 
     Raises:
         httpx.HTTPStatusError: the server answered with an error.
+
     """
     return str(response.raise_for_status().json()["choices"][0]["text"])
 
@@ -166,6 +167,7 @@ class Asked:
         gave_up: whether Mooncake gave the load up by itself.
         external_tokens: prompt tokens that D counted as brought by its connector.
         local_tokens: prompt tokens that D found in its own prefix cache.
+
     """
 
     answer: httpx.Response
@@ -234,6 +236,7 @@ def ask_anew(
 
     Returns:
         What came of the last, and the text that a single instance answers.
+
     """
     for prompt in prompts:
         (expected,) = reference_texts(p, [prompt], max_tokens)

@@ -35,6 +35,7 @@ class Family:
         state: a group of state layers, or None.
         same_text: whether decode gives what prefill gives on this CPU backend.
         amx: vLLM may use the CPU's matrix unit, which other tests hide from it.
+
     """
 
     attention: int

@@ -27,6 +27,7 @@ class Target:
             further memory for each byte of it.
         of_vllm: vLLM's functions that the input goes through, with the feature's lines.
         share: of the time of a run, relative to the other targets.
+
     """
 
     name: str
@@ -41,6 +42,7 @@ class Target:
         Raises:
             AssertionError: something that must hold does not.
             Exception: whatever escaped the code.
+
         """
         raise NotImplementedError
 
@@ -102,6 +104,7 @@ def check(
 
     Args:
         memory: measure memory too, which makes it several times slower.
+
     """
     lines.longest, lines.plain = 0, True
     if memory:

@@ -13,6 +13,7 @@ def only_in_vllm(function: Callable[..., Any], *args: Any) -> bool:
 
     Raises:
         Exception: the one that was raised, if it passed through the feature.
+
     """
     try:
         function(*args)

@@ -17,16 +17,6 @@ import kv_checksum_reference as reference
 import kv_checksum_utils as u
 import numpy as np
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
-    NixlPullConnector,
-    NixlPushConnector,
-)
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumGroup,
@@ -38,6 +28,16 @@ from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
 from vllm.distributed.kv_transfer.kv_checksum.report import Reporter
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict, Unverified
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    NixlPullConnector,
+    NixlPushConnector,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 TOKENS, LONG = 100, 131_072
 WINDOW_TOKENS = 40
@@ -100,6 +100,7 @@ class Case:
         longer: tokens of its prompt behind those that are loaded.
         embeds: its prompt is given as embeddings.
         inputs: it has other inputs than its prompt.
+
     """
 
     block_size: int = 16

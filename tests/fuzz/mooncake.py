@@ -13,6 +13,12 @@ from unittest import mock
 import msgspec
 import zmq
 from kv_checksum_receivers import pull
+
+from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
+from vllm.distributed.kv_transfer.kv_checksum.mooncake_store import (
+    REMOVE_MSG,
+    MooncakeStoreChecksums,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
@@ -24,12 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (
     worker as store_worker,
-)
-
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
-from vllm.distributed.kv_transfer.kv_checksum.mooncake_store import (
-    REMOVE_MSG,
-    MooncakeStoreChecksums,
 )
 
 from .base import Target

@@ -13,6 +13,8 @@ from zlib import crc32
 
 import msgspec
 from kv_checksum_receivers import PushConsumer
+
+from vllm.distributed.kv_transfer.kv_checksum import nixl_push
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     PUSH_REG_NOTIF_PREFIX,
 )
@@ -20,8 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
     NixlPushConnectorWorker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
-
-from vllm.distributed.kv_transfer.kv_checksum import nixl_push
 
 from .base import Target
 from .escapes import only_in_vllm

@@ -87,6 +87,7 @@ class Sent:
 
     Attributes:
         copies: by index of a value, other copies' values of it.
+
     """
 
     size: int
@@ -120,6 +121,7 @@ def _assert_group(
     Args:
         theirs: the group in the payload, or None.
         tokens: how many the payload is of, and how many are loaded.
+
     """
     if theirs is None or group_id not in load.case.groups:
         assert group == GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
@@ -156,6 +158,7 @@ def _chunks(
     Args:
         ends: the token behind the last that counts.
         num_tokens: of what the sums that are held are.
+
     """
     size = load.units(group_id)[0]
     begins, large = load.starts[group_id] * size, max(size, sent.size)

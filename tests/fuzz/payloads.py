@@ -103,6 +103,7 @@ class Payloads(Target):
 
         Args:
             data: the bytes of the payload, or None if there are none.
+
         """
         outcomes = []
         taken = data is not None and assert_decodes(data)

@@ -93,6 +93,7 @@ def read(data: bytes) -> Any:
     Raises:
         TooDeepError: nested deeper than `MAX_DEPTH`.
         ValueError: malformed, or something follows.
+
     """
     reader = _Reader(data)
     found = reader.value()

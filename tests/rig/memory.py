@@ -38,6 +38,7 @@ def trend(points: Sequence[tuple[float, float]]) -> Trend:
 
     Raises:
         ValueError: fewer than three points, or all at one time.
+
     """
     if len(points) < 3:
         raise ValueError(f"{len(points)} points give no trend")

@@ -28,6 +28,7 @@ class MooncakeStore:
         log_dir: where the master's log goes.
         flags: further flags of the master.
         lent: bytes that the client lends to the store.
+
     """
 
     def __init__(

@@ -432,6 +432,7 @@ def serving(*servers: Server, timeout: float = 240) -> Iterator[None]:
 
     Raises:
         AssertionError: what `rig.verdicts` asks of loads does not hold at the end.
+
     """
     try:
         for server in servers:
@@ -449,6 +450,7 @@ def retire(servers: Sequence[Server]) -> None:
 
     Raises:
         AssertionError: as `serving`.
+
     """
     verdicts.check(servers)
     stop_all(servers)

@@ -76,6 +76,7 @@ def settled(server: Server, timeout: float = SETTLED_S) -> Loads:
 
     Raises:
         AssertionError: not within ``timeout`` seconds.
+
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -116,6 +117,7 @@ def check(servers: Sequence[Server]) -> None:
 
     Raises:
         AssertionError: one of them did not.
+
     """
     found = [line for server in servers for line in problems(server)]
     assert not found, "\n".join(found)

@@ -11,6 +11,7 @@ from sys import (
 )
 
 
+# Boxes.
 class Box:
     """Holds."""
 
@@ -62,9 +63,9 @@ def test_a_keyword_argument_joins_the_one_call():
         edit(in_full("keyword", "nobody", "b=2"))
 
 
-def test_definitions_stand_behind_the_head_s_imports():
-    got = edit(lambda m: m.define("class New:\n    pass"))
-    assert ")\n\n\nclass New:\n    pass\n\n\nclass Box:" in got
+def test_definitions_stand_in_front_of_another_and_its_comment():
+    got = edit(lambda m: m.define("Box", "class New:\n    pass"))
+    assert ")\n\n\nclass New:\n    pass\n\n\n# Boxes.\nclass Box:" in got
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,16 @@ def test_definitions_stand_behind_the_head_s_imports():
             in_full("before", "for x in argv:", "new()"),
             "new()\n        for x in argv:",
         ),
-        (in_full("prepend", "new()"), "# why\n        new()\n        if self.size"),
-        (lambda m: m.imports("import json"), ")\nimport json\n\n\nclass Box"),
+        (in_full("prepend", "new()"), "new()\n        # why\n        if self.size"),
+        (
+            in_full("before", "if self.size > 1:", "new()"),
+            "new()\n        # why\n        if self.size",
+        ),
+        (
+            in_full("before", "return False", "\n        new()\n\n        "),
+            "new()\n\n        return",
+        ),
+        (lambda m: m.imports("import json"), "import json\nimport os\nfrom sys"),
     ],
 )
 def test_places(make, expected):
@@ -108,6 +117,23 @@ def test_class_bodies_and_docstrings():
     edited = edit(make)
     assert '"""How much."""\n    other = 2\n' in edited
     assert '"""Holds."""\n\n    first = 0\n    size' in edited
+
+
+def test_a_method_stands_last_in_its_class_behind_a_blank_line():
+    def make(module):
+        with module.cls("Box") as c:
+            c.method("""
+                def thrice(self):
+                    return 3
+
+                """)
+            c.method("def more(self): ...")
+
+    expected = (
+        "        a = 1\n\n    def thrice(self):\n        return 3\n\n"
+        "    def more(self): ...\n\n\nimport late\n"
+    )
+    assert edit(make).endswith(expected)
 
 
 def test_edits_at_one_place_keep_their_order():

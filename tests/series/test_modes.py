@@ -37,7 +37,7 @@ def open_tmp():
 
 @pytest.fixture
 def tree(open_tmp):
-    """vLLM's own files of this environment that the series edits."""
+    """Files of this environment's vLLM that the series edits."""
     installed, root = installer.find_package(None), open_tmp / "site" / "vllm"
     backups = installed / installer.MANIFEST_DIR / "originals"
     for module in load_series():

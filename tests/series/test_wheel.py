@@ -81,7 +81,7 @@ def check_record(wheel: Path) -> None:
 
 
 def check_installed(wheel: Path, target: Path, capsys) -> None:
-    """pip takes it, `status` knows it, and there is no way back but vLLM's own wheel."""
+    """The wheel is one that pip takes and `status` knows it, and there is no way back but vLLM's own wheel."""
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps"]
     command = [*pip, "--no-compile", "--target", str(target), str(wheel)]
     subprocess.run(command, check=True, capture_output=True)

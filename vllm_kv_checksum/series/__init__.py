@@ -28,8 +28,6 @@ def load_series() -> list[Module]:
     for name in ORDER:
         for module in import_module(f"{__name__}.{name}").MODULES:
             target = merged.setdefault(module.path, Module(module.path))
-            target.import_lines += [
-                line for line in module.import_lines if line not in target.import_lines
-            ]
+            target.import_code += module.import_code
             target.edits += module.edits
     return list(merged.values())

@@ -15,9 +15,13 @@ SENT_BY_CONNECTOR = """
     """
 # The method of a connector that carries payloads itself, by way of its scheduler side.
 
-STORED_BY_CONNECTOR = """
+NOT_STORED_YET = """
     _kv_checksums_not_stored: str | None = "the connector is not set up"
 
+    """
+# The attribute of a connector that stores checksums with its KV: why it does not.
+
+STORED_BY_CONNECTOR = """
     @classmethod
     def _why_kv_checksums_not_stored(
         cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig | None"
@@ -30,12 +34,13 @@ STORED_BY_CONNECTOR = """
         return {self._cache_hit_source}
 
     """
-# What a connector says that stores checksums with its KV; `kv_checksums` is its module.
+# What such a connector says; `kv_checksums` is its module.
 
 base = Module("distributed/kv_transfer/kv_connector/v1/base.py")
 base.imports(
     """
     from collections.abc import Collection
+
     from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
     if TYPE_CHECKING:
         from vllm.distributed.kv_transfer.kv_checksum import KVChecksumWorker
@@ -50,8 +55,7 @@ with base.cls("KVConnectorTransferResults") as c:
         """,
     )
 with base.cls("KVConnectorBase_V1") as c:
-    c.after(
-        assign("_cache_hit_source"),
+    c.method(
         '''
         def kv_checksum_carrier(
             self, request: "Request", receiving: bool
@@ -106,9 +110,7 @@ with base.cls("KVConnectorBase_V1") as c:
             """
             return
 
-        def get_kv_checksum_sources(
-            self, request: "Request"
-        ) -> Collection[CacheHitSource]:
+        def get_kv_checksum_sources(self, request: "Request") -> Collection[CacheHitSource]:
             """The cache tiers whose loads bring stored KV checksums back.
 
             Asked before update_state_after_alloc.

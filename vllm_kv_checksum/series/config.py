@@ -1,9 +1,8 @@
 """The two settings in ``--kv-transfer-config`` and where they are refused.
 
 pydantic rejects unknown keys, so the fields must stand in vLLM's own class; their
-docstrings document them. ``vllm serve --help`` does not list a JSON argument's keys, so
-its text names them. Model Runner V1 has a list of
-what it does not support: checksums join it. What fail-closed refuses is refused before
+docstrings document them. Model Runner V1 has a list of what it does not support:
+checksums join it. What fail-closed refuses is refused before
 any connector starts a thread, so that the process ends: from the configuration, and,
 where it depends on the KV cache groups, before the workers get theirs. Which groups the
 workers skip they are asked once they have theirs.
@@ -75,17 +74,4 @@ with engine_core.function("EngineCore._initialize_kv_caches") as f:
         """,
     )
 
-arguments = Module("engine/arg_utils.py")
-with arguments.function("EngineArgs.add_cli_args") as f:
-    f.after(
-        assign("vllm_kwargs"),
-        """
-        vllm_kwargs["kv_transfer_config"]["help"] += (
-            "\\n\\nKeys for KV checksums: enable_kv_checksum (verify every loaded KV "
-            "block against its producer's checksum) and kv_checksum_fail_closed (let "
-            "kv_load_failure_policy decide on loads that differ or cannot be verified)."
-        )
-        """,
-    )
-
-MODULES = [kv_transfer, vllm_config, engine_core, arguments]
+MODULES = [kv_transfer, vllm_config, engine_core]

@@ -11,6 +11,7 @@ from ..edits import Module, assign
 
 interface = Module("v1/kv_cache_interface.py")
 interface.define(
+    "MambaSpec",
     '''
     @dataclass(frozen=True)
     class MambaStateSplit:
@@ -22,7 +23,7 @@ interface.define(
 
         axis: int
         segments: tuple[tuple[int, int], ...]
-    '''
+    ''',
 )
 with interface.cls("KVCacheConfig") as c:
     c.after(
@@ -50,8 +51,7 @@ abstract.imports(
     """
 )
 with abstract.cls("MambaBase") as c:
-    c.after(
-        assign("supports_dcp"),
+    c.method(
         '''
         def get_state_splits(self) -> tuple[MambaStateSplit, ...] | None:
             """How TP splits the states of `get_state_shape`; None: not known."""
@@ -78,7 +78,7 @@ with calculator.cls("MambaStateShapeCalculator") as c:
 
 mixer = Module("model_executor/layers/mamba/mamba_mixer.py")
 with mixer.cls("MambaMixer") as c:
-    c.prepend(
+    c.method(
         """
         def get_state_splits(self):
             return MambaStateShapeCalculator.mamba1_state_splits(
@@ -94,10 +94,9 @@ mixer2 = Module("model_executor/layers/mamba/mamba_mixer2.py")
 with mixer2.function("MambaMixer2.__init__") as f:
     f.after("self.n_groups = n_groups", "self.num_model_groups = n_groups")
 with mixer2.cls("MambaMixer2") as c:
-    c.prepend(
+    c.prepend("num_model_groups: int | None = None\n\n")
+    c.method(
         """
-        num_model_groups: int | None = None
-
         def get_state_splits(self):
             return MambaStateShapeCalculator.mamba2_state_splits(
                 tp_size=self.tp_size,
@@ -124,10 +123,10 @@ _GDN_SPLITS = """
 
 qwen = Module("model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py")
 with qwen.cls("QwenGatedDeltaNetAttention") as c:
-    c.prepend(_GDN_SPLITS)
+    c.method(_GDN_SPLITS)
 
 olmo = Module("model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py")
 with olmo.cls("OlmoHybridGatedDeltaNetAttention") as c:
-    c.prepend(_GDN_SPLITS)
+    c.method(_GDN_SPLITS)
 
 MODULES = [interface, abstract, calculator, mixer, mixer2, qwen, olmo]

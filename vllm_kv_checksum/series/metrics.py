@@ -28,7 +28,9 @@ with loggers.function("PrometheusStatLogger.record") as f:
         "if scheduler_stats.kv_connector_stats is not None:",
         """
         if self.kv_checksum_prom and scheduler_stats.kv_checksum_stats:
-            self.kv_checksum_prom.observe(scheduler_stats.kv_checksum_stats, engine_idx)
+            self.kv_checksum_prom.observe(
+                scheduler_stats.kv_checksum_stats, engine_idx
+            )
 
         """,
     )

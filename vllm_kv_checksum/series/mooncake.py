@@ -41,7 +41,7 @@ with mooncake.function("MooncakeConnectorMetadata.__init__") as f:
         """,
     )
 with mooncake.cls("MooncakeConnector") as c:
-    c.prepend(
+    c.method(
         """
         def kv_checksum_carrier(
             self, request: "Request", receiving: bool
@@ -50,7 +50,7 @@ with mooncake.cls("MooncakeConnector") as c:
 
         """
     )
-    c.prepend(SENT_BY_CONNECTOR)
+    c.method(SENT_BY_CONNECTOR)
 with mooncake.function("MooncakeConnector.get_transfer_results") as f:
     f.before(
         "return self.connector_worker.get_transfer_results()",
@@ -62,10 +62,9 @@ with mooncake.function("MooncakeConnector.get_transfer_results") as f:
         """,
     )
 with mooncake.cls("MooncakeConnectorScheduler") as c:
-    c.prepend(
+    c.prepend("_kv_checksums: dict[ReqId, bytes] = {}\n\n")
+    c.method(
         """
-        _kv_checksums: dict[ReqId, bytes] = {}
-
         def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
             # Nothing is sent for other requests, so nothing would carry these.
             _, block_ids = self._reqs_need_send.get(request.request_id, (None, []))

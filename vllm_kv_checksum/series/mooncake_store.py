@@ -7,7 +7,7 @@ another size by the loading thread that could not load them.
 """
 
 from ..edits import Module, assign
-from .base import STORED_BY_CONNECTOR
+from .base import NOT_STORED_YET, STORED_BY_CONNECTOR
 
 _PATH = "distributed/kv_transfer/kv_connector/v1/mooncake/store"
 
@@ -28,8 +28,9 @@ with connector.function("MooncakeStoreConnector.__init__") as f:
         """,
     )
 with connector.cls("MooncakeStoreConnector") as c:
-    c.prepend(STORED_BY_CONNECTOR)
-    c.prepend(
+    c.prepend(NOT_STORED_YET)
+    c.method(STORED_BY_CONNECTOR)
+    c.method(
         """
         def set_kv_checksum_worker(self, worker: Any) -> None:
             store_worker = self.connector_worker
@@ -40,9 +41,7 @@ with connector.cls("MooncakeStoreConnector") as c:
         def on_kv_checksum_failure(
             self, request: Request, mismatches: dict[int, list[int]]
         ) -> None:
-            kv_checksums.remove_failures(
-                self.connector_scheduler, request, mismatches
-            )
+            kv_checksums.remove_failures(self.connector_scheduler, request, mismatches)
 
         """
     )
@@ -52,7 +51,7 @@ worker.imports(
     "from vllm.distributed.kv_transfer.kv_checksum.mooncake_store import REMOVE_MSG"
 )
 with worker.cls("MooncakeStoreWorker") as c:
-    c.prepend("kv_checksums = None")
+    c.prepend("kv_checksums = None\n\n")
 with worker.function("MooncakeStoreWorker.register_kv_caches") as f:
     f.before(
         assign("registered_buffers"),
@@ -90,7 +89,10 @@ with worker.function("LookupKeyServer.__init__.process_request") as f:
     f.before(
         "if msg_type == LOOKUP_MSG:",
         """
-        if msg_type == REMOVE_MSG and self.store_worker.kv_checksums is not None:
+        if (
+            msg_type == REMOVE_MSG
+            and self.store_worker.kv_checksums is not None
+        ):
             self.socket.send(self.store_worker.kv_checksums.remove(all_frames))
             continue
         """,

@@ -29,7 +29,7 @@ with multi.function("MultiConnector.get_transfer_results") as f:
         "results.kv_checksums.update(child_results.kv_checksums)",
     )
 with multi.cls("MultiConnector") as c:
-    c.prepend(
+    c.method(
         """
         def kv_checksum_carrier(
             self, request: "Request", receiving: bool
@@ -46,17 +46,17 @@ with multi.cls("MultiConnector") as c:
     )
 # Stored checksums: every sub-connector gets the worker, the one that loads is asked.
 with multi.cls("MultiConnector") as c:
-    c.prepend(
+    c.method(
         """
         def set_kv_checksum_worker(self, worker: Any) -> None:
             for connector in self._connectors:
                 connector.set_kv_checksum_worker(worker)
 
-        def get_kv_checksum_sources(
-            self, request: "Request"
-        ) -> Collection[CacheHitSource]:
+        def get_kv_checksum_sources(self, request: "Request") -> Collection[CacheHitSource]:
             connector = multi_connector.serving_connector(self, request)
-            return () if connector is self else connector.get_kv_checksum_sources(request)
+            if connector is self:
+                return ()
+            return connector.get_kv_checksum_sources(request)
 
         def on_kv_checksum_failure(
             self, request: "Request", mismatches: dict[int, list[int]]

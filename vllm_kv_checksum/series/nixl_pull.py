@@ -10,7 +10,7 @@ from ..edits import Module
 nixl = Module("distributed/kv_transfer/kv_connector/v1/nixl/connector.py")
 nixl.imports("from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier")
 with nixl.cls("NixlPullConnector") as c:
-    c.prepend(
+    c.method(
         """
         def kv_checksum_carrier(
             self, request: "Request", receiving: bool

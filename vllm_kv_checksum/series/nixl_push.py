@@ -26,7 +26,7 @@ connector.imports(
     "from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier"
 )
 with connector.cls("NixlPushConnector") as c:
-    c.prepend(
+    c.method(
         """
         def kv_checksum_carrier(
             self, request: "Request", receiving: bool
@@ -35,7 +35,7 @@ with connector.cls("NixlPushConnector") as c:
 
         """
     )
-    c.prepend(SENT_BY_CONNECTOR)
+    c.method(SENT_BY_CONNECTOR)
 
 scheduler = Module(_NIXL + "push_scheduler.py")
 scheduler.imports(
@@ -71,6 +71,10 @@ with scheduler.cls("NixlPushConnectorScheduler") as c:
         # P-side: KV checksums of the requests in _newly_finished_push_blocks.
         _newly_finished_kv_checksums: dict[ReqId, bytes] = {}
 
+        """
+    )
+    c.method(
+        """
         def send_kv_checksums(self, request: Request, checksums: bytes) -> None:
             # Nothing is pushed for other requests, so nothing would carry these.
             if request.request_id in self._newly_finished_push_blocks:

@@ -23,7 +23,7 @@ scheduler.imports(
     "from vllm.distributed.kv_transfer.kv_checksum import create_kv_checksum_scheduler"
 )
 with scheduler.cls("Scheduler") as c:
-    c.prepend("kv_checksum = None")
+    c.prepend("kv_checksum = None\n\n")
 with scheduler.function("Scheduler.__init__") as f:
     f.after(
         "self.connector.bind_kv_cache_manager(self.kv_cache_manager)",

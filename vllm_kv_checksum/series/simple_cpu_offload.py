@@ -6,7 +6,7 @@ in the step's metadata.
 """
 
 from ..edits import Module, assign
-from .base import STORED_BY_CONNECTOR
+from .base import NOT_STORED_YET, STORED_BY_CONNECTOR
 
 _IMPORT = (
     "from vllm.distributed.kv_transfer.kv_checksum import (\n"
@@ -28,8 +28,9 @@ with connector.function("SimpleCPUOffloadConnector.__init__") as f:
         """,
     )
 with connector.cls("SimpleCPUOffloadConnector") as c:
-    c.prepend(STORED_BY_CONNECTOR)
-    c.prepend(
+    c.prepend(NOT_STORED_YET)
+    c.method(STORED_BY_CONNECTOR)
+    c.method(
         """
         def set_kv_checksum_worker(self, worker: Any) -> None:
             if self.worker_handler is not None:

@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 import torch
+
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     NixlPullConnector,
     NixlPushConnector,

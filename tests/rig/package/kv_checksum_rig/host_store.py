@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
 )
-
-from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
 
 _stored: dict[bytes, list[torch.Tensor]] = {}
 """Copies of blocks, layer by layer. Both halves of the connector live in one process."""

@@ -2,8 +2,11 @@
 
 An out-of-tree spec, for ``kv_connector_extra_config``::
 
-    {"spec_name": "HostOffloading", "spec_module_path": "kv_checksum_rig.offloading",
-     "cpu_bytes_to_use": 33554432}
+    {
+        "spec_name": "HostOffloading",
+        "spec_module_path": "kv_checksum_rig.offloading",
+        "cpu_bytes_to_use": 33554432,
+    }
 
 vLLM's scheduler side, its manager, its chunks and its connector are the real ones. ``load_steps`` says over how many
 steps an asynchronous load lasts.
@@ -15,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 

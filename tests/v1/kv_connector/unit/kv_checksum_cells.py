@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Random KV cells, the layouts a cache may keep them in, and their defined sums.
 
 Needs numpy and torch alone.
@@ -84,7 +85,7 @@ SHAPES = {
 
 
 def rows_for(tokens, device="cpu"):
-    """Whole, partial and empty units of blocks of `tokens` tokens, the last ones first."""
+    """Whole, partial and empty units of blocks of `tokens` tokens, last ones first."""
     rows, size = ROWS.clone(), reference.unit_size(tokens)
     per_block = tokens // size
     rows[0] = (rows[0] + 1) * per_block - 1 - torch.arange(4) % per_block

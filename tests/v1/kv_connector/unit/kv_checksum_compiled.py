@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Compiles the kernel for GPUs that are not here and reports on the machine code.
 
 Run as a program, without Triton's interpreter: prints JSON. Triton compiles for

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Instances with a group of states beside attention, or of states alone."""
 
 import zlib
@@ -7,6 +8,7 @@ import kv_checksum_instances as rig
 import kv_checksum_utils as u
 import torch
 from kv_checksum_states import DTYPES, FAMILIES, local_states, page_of, unsharded
+
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -21,6 +23,7 @@ class Hybrid(rig.Instance):
         scratch: speculative scratch blocks per request.
         splits: whether the layers tell how TP splits their states.
         tokens: whether there are attention layers at all.
+
     """
 
     def __init__(

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """P and D in one process: real schedulers, real scheduler sides of the connectors,
 real checksum workers and aggregator. What is fake: the forward (it writes KV made from
 token ids and positions), because there is no accelerator, and, unless an instance gets
@@ -16,6 +17,7 @@ import kv_checksum_utils as u
 import numpy as np
 import torch
 from kv_checksum_rig import loaded
+
 from vllm.config import (
     CacheConfig,
     DeviceConfig,

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Faults of the machinery, drawn from a seed, and what they do to workers' records."""
 
 import pickle
@@ -70,6 +71,7 @@ class Load:
             loads it.
         verdict: what the scheduler judged.
         end: "judged", "failed" or "aborted", once it has ended.
+
     """
 
     damaged: bool = False
@@ -117,6 +119,7 @@ class Misreports:
         pending: what the scheduler awaits: request ids with the number of the send
             or load.
         repeated: told an old record before it comes once more.
+
     """
 
     def __init__(

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """An instance whose connector is made up, for walks over orders of events.
 
 Scheduler, KV cache manager and the checksum code in the scheduler are real. KV is one
@@ -15,15 +16,6 @@ import kv_checksum_instances as rig
 import kv_checksum_reference as reference
 import kv_checksum_utils as u
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-)
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.request import RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
 from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
@@ -33,6 +25,15 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
     encode,
     encode_text,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK, WORKERS, FINGERPRINT = 16, 2, 0x1234_5678_9ABC_DEF0
 MASK = 2**64 - 1
@@ -97,6 +98,7 @@ class Setup:
         steps_ahead: steps that are scheduled before an output is awaited.
         role: "load", or "send" for a prefill instance.
         deferred: whether loads wait for the steps before them.
+
     """
 
     mode: str = "open"

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What workers load and report, and what is known of a load apart from checksums."""
 
 from collections.abc import Sequence
@@ -17,13 +18,13 @@ from kv_checksum_order_site import (
     right_blocks,
     right_kv,
 )
-from vllm.v1.outputs import KVConnectorOutput
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumGroup,
     KVChecksumOutput,
     KVChecksumRecord,
 )
+from vllm.v1.outputs import KVConnectorOutput
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Load:
         arrived: whether its workers were asked to load it.
         told_early: whether its payload came ahead of it.
         outcomes: the verdicts that fell.
+
     """
 
     request: Any
@@ -103,6 +105,7 @@ class Workers:
     Args:
         setup: the instance.
         choose: decides whether sums of a send are lost.
+
     """
 
     def __init__(self, setup: Setup, choose: Choose) -> None:
@@ -125,6 +128,7 @@ class Workers:
         Args:
             now: each request's last load.
             forwards: what the step computes: requests, blocks, tokens.
+
         """
         self.tick, self.now = tick, now
         invalid: set[int] = set()

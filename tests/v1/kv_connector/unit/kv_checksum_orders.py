@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """One vLLM scheduler with checksums, and everything that may happen to its loads.
 
 The scheduler, its KV cache manager, requests, the aggregator of workers' outputs and
@@ -39,9 +40,6 @@ from kv_checksum_order_site import (
     right_blocks,
 )
 from kv_checksum_order_workers import Load, Workers
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumGroup,
@@ -49,6 +47,9 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumRecord,
 )
 from vllm.distributed.kv_transfer.kv_checksum.payload import decode, decode_text
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 MAX_TICKS = 20
 
@@ -60,6 +61,7 @@ class Order:
         site: the instance, empty.
         names: the requests, by their prompt's.
         choose: decides what happens.
+
     """
 
     def __init__(self, site: Site, names: str, choose: Choose) -> None:
@@ -153,9 +155,12 @@ class Order:
         for name, request in self.requests.items():
             if not request.is_finished():
                 found.append(("abort", name))
-            elif name not in self.scheduler.requests and not self.reused:
-                if request.status == RequestStatus.FINISHED_ABORTED:
-                    found.append(("add_again", name))
+            elif (
+                request.status == RequestStatus.FINISHED_ABORTED
+                and name not in self.scheduler.requests
+                and not self.reused
+            ):
+                found.append(("add_again", name))
             if request.status == RequestStatus.RUNNING and not request.num_preemptions:
                 found += [("preempt", name), ("preempt_and_forget", name)]
         if self.stale_records():
@@ -310,9 +315,9 @@ class Order:
             if load.end:
                 continue
             rows = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
-            if (told.invalid_block_ids or set()) & set(rows[0]):
-                load.end = "failed"
-            elif load.req_id in (told.failed_recving or ()):
+            if (told.invalid_block_ids or set()) & set(rows[0]) or load.req_id in (
+                told.failed_recving or ()
+            ):
                 load.end = "failed"
             elif load.req_id in (told.finished_recving or ()) or any(
                 load is x for x in in_step

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Connectors' own workers, over the real NIXL (UCX) and Mooncake (TCP), in one process.
 
 One rank per instance. What is real: schedulers, connectors of both roles, the hooks in
@@ -15,7 +16,9 @@ import kv_checksum_instances as rig
 import kv_checksum_transports as transports
 import kv_checksum_utils as u
 from rig.servers import free_port
+
 from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
@@ -24,8 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.worker.gpu import kv_connector as runner
-
-from vllm.distributed import parallel_state
 
 # Both libraries read these when they are loaded.
 os.environ.setdefault("UCX_TLS", "tcp,self,sm")

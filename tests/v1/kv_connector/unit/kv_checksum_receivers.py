@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """vLLM's own receiving functions on the state they need, without agent or engine."""
 
 import queue
 from collections import Counter
 from types import SimpleNamespace
 
+from vllm.distributed.kv_transfer.kv_checksum import nixl_push
+from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
@@ -15,9 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
     NixlPushConnectorWorker,
 )
-
-from vllm.distributed.kv_transfer.kv_checksum import nixl_push
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
 
 
 class PushConsumer:

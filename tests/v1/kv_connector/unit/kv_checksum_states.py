@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Unsharded states of Mamba-like layers and what each TP rank's pages hold of them.
 
 Shapes and splits come from vLLM's own calculator; where a rank's rows lie is built
@@ -10,6 +11,7 @@ from math import prod
 
 import numpy as np
 import torch
+
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 
 NUM_BLOCKS, PADDING, ROWS_BETWEEN = 5, 24, 7

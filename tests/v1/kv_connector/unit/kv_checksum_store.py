@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Instances that share a store of KV blocks, in one process.
 
 Real schedulers and real checksum workers. What is fake: the store and its connector
@@ -9,13 +10,13 @@ forward.
 from dataclasses import dataclass, field
 
 import kv_checksum_instances as rig
+
+from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
 )
 from vllm.v1.outputs import KVConnectorOutput
-
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 
 STORE: dict[bytes, "Value"] = {}
 
@@ -34,7 +35,7 @@ class Metadata(KVConnectorMetadata):
     saves: list[BlockRun] = field(default_factory=list)
 
     def loads_by_request(self):
-        """Block ids per request and group, for who holds them against what is summed."""
+        """Block ids per request and group, to hold against what is summed."""
         return {r: {run.group_id: list(run.block_ids)} for r, run in self.loads.items()}
 
 

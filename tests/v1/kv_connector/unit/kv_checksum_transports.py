@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What moves KV and payloads between instances that share a process.
 
 `FAKES` stand in for the workers of a connector: they copy KV token by token, by the
@@ -11,6 +12,13 @@ import base64
 
 import msgspec
 import torch
+
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KV_TRANSFER_PARAMS_KEY,
+    KVChecksumCarrier,
+)
+from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
+from vllm.distributed.kv_transfer.kv_checksum.nixl_push import NixlPushChecksums
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
@@ -20,13 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     SendBlockMeta,
 )
 from vllm.v1.outputs import KVConnectorOutput
-
-from vllm.distributed.kv_transfer.kv_checksum import (
-    KV_TRANSFER_PARAMS_KEY,
-    KVChecksumCarrier,
-)
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
-from vllm.distributed.kv_transfer.kv_checksum.nixl_push import NixlPushChecksums
 
 
 class FakeTransport:

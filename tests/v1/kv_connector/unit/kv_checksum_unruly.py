@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Instances whose machinery misbehaves, as `Faults` draws it.
 
 Schedulers, connectors' scheduler sides, checksum workers and the aggregator are real.
@@ -14,13 +15,13 @@ import kv_checksum_instances as rig
 import torch
 from kv_checksum_misreports import Faults, Load, Misreports
 from kv_checksum_transports import copy_tokens
+
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumScheduled
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
-
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumScheduled
 
 _MAX_PREEMPTIONS = 5
 
@@ -156,10 +157,13 @@ class Unruly:
         self._preempt(request, *args, **kwargs)
 
     def _allocate_slots(self, request, *args, **kwargs):
-        if request.status == RequestStatus.RUNNING and _may_preempt(request):
-            if self.faults.draw("preempt", 0.1):
-                self.faults.counts["preempt: no block is free"] += 1
-                return None
+        if (
+            request.status == RequestStatus.RUNNING
+            and _may_preempt(request)
+            and self.faults.draw("preempt", 0.1)
+        ):
+            self.faults.counts["preempt: no block is free"] += 1
+            return None
         return self._allocate(request, *args, **kwargs)
 
     def preempt_one(self) -> None:

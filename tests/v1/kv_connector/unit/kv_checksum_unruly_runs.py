@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """P and D, and instances that share a store, from a run's first request to its end."""
 
 import gc
@@ -12,6 +13,7 @@ import torch
 from kv_checksum_misreports import Faults, Load
 from kv_checksum_unruly import UnrulyInstance
 from kv_checksum_unruly_stores import UnrulyStore
+
 from vllm.v1.request import RequestStatus
 
 MAX_STEPS = 150
@@ -417,6 +419,7 @@ class StoreRun(Run):
 
     Args:
         kind: the class of the instances.
+
     """
 
     shares = (1, 2, 2)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Instances that share a store, and whose machinery misbehaves."""
 
 import kv_checksum_store as store
 from kv_checksum_unruly import Unruly
+
+from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
-
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 
 
 class UnrulyStore(Unruly, store.StoringInstance):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Caches, groups and sums for worker and scheduler tests."""
 
 from collections.abc import Sequence
@@ -7,13 +8,6 @@ from types import SimpleNamespace
 import kv_checksum_reference as reference
 import numpy as np
 import torch
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SparseCacheRole,
-)
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
@@ -24,6 +18,13 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     add_records,
     replica_checks,
+)
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
 )
 
 INDEXER = MLAAttentionSpec(

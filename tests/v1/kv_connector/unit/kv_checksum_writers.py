@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """vLLM's own writers of attention caches, run without a GPU, one token at a time.
 
 Caches are vLLM's allocation (`create_kv_cache_views`). Triton writers run in the
@@ -18,6 +19,7 @@ from unittest.mock import MagicMock, patch
 
 import kv_checksum_utils as u
 import torch
+
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash as triton_writers
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -52,6 +54,7 @@ class Writer:
         isa: variant of CPU attention.
         needs: what the CPU must have, as `torch.cpu.get_capabilities` calls it.
         layouts: memory layouts that the backend takes.
+
     """
 
     backend: str
@@ -75,7 +78,7 @@ class Writer:
 
 
 def allocate(spec, num_blocks, layout):
-    """vLLM's view of a new cache, and its bytes ``(num_blocks, page bytes)``."""
+    """A new cache as vLLM views it, and its bytes ``(num_blocks, page bytes)``."""
     page = spec.page_size_bytes
     raw = torch.zeros(num_blocks * page, dtype=torch.int8)
     place = KVCacheTensor(raw.numel(), ["layer"], raw.numel(), page)
@@ -180,7 +183,7 @@ CACHE_DTYPES = {
 
 
 def twin(key, value, key_cache, value_cache, slots, cache_dtype, k_scale, v_scale):
-    """vLLM's Triton twin of the operator `reshape_and_cache_flash`."""
+    """The Triton twin in vLLM of the operator `reshape_and_cache_flash`."""
     if key_cache.dtype == torch.uint8:
         key_cache = key_cache.view(torch.float8_e4m3fn)
         value_cache = value_cache.view(torch.float8_e4m3fn)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The definition: known answers, what it sees, and what failing lanes do."""
 
 import hashlib
@@ -11,7 +12,6 @@ import kv_checksum_utils as u
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, torch_path
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     slice_factor,
 )
 from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView, integer_view
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 VECTORS = json.loads(
     (Path(__file__).parent / "data" / "kv_checksum_vectors.json").read_text()

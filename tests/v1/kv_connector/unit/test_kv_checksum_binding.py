@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A payload is that of one prompt: other prompts, other inputs, embeddings."""
 
 import subprocess
@@ -10,14 +11,14 @@ import kv_checksum_reference as reference
 import kv_checksum_utils as u
 import pytest
 from kv_checksum_instances import load, pair, tokens
-from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.engine import FinishReason
 
 from vllm.distributed.kv_transfer.kv_checksum.binding import (
     inputs_digest,
     prompt_digests,
 )
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.engine import FinishReason
 
 MODES = {
     "open": dict(),

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which blocks of a request are summed: windows, nulls, running states.
 
 Where a connector clips blocks, NIXL's own scheduler-side method says which remain.
@@ -11,6 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from vllm.distributed.kv_transfer.kv_checksum.blocks import (
+    Units,
+    blocks_given_up,
+    loaded_blocks,
+    sent_blocks,
+    units_of_group,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
     NixlBaseConnectorScheduler,
 )
@@ -23,14 +32,6 @@ from vllm.v1.kv_cache_interface import (
     RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
-)
-
-from vllm.distributed.kv_transfer.kv_checksum.blocks import (
-    Units,
-    blocks_given_up,
-    loaded_blocks,
-    sent_blocks,
-    units_of_group,
 )
 
 CELL = dict(num_kv_heads=2, head_size=8, dtype=torch.bfloat16)

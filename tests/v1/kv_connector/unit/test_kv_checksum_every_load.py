@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Every load that starts ends as exactly one thing, whoever brings it and however.
 
 The fixture in `conftest` adds the counters up after each test; these tests bring about
-each kind of end, and hold what is counted against what the client and the connector saw.
+each kind of end, and hold what is counted against what the client and the connector
+saw.
 """
 
 import pickle
@@ -12,6 +14,8 @@ import kv_checksum_instances as rig
 import kv_checksum_store as store
 import pytest
 import torch
+
+from vllm.distributed.kv_transfer.kv_checksum import KV_TRANSFER_PARAMS_KEY
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -19,8 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput
-
-from vllm.distributed.kv_transfer.kv_checksum import KV_TRANSFER_PARAMS_KEY
 
 MODES = {
     "open": {},

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Every order of events, up to a number of unusual ones, around one or two loads.
 
 What is real and which orders there are is said in `kv_checksum_orders`. In each: one

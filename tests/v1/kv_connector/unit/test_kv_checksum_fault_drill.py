@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The drill: each damage changes exactly what it says, and nothing starts unasked."""
 
 import random

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Fingerprints: which layers a group's sums are of, and how their bytes are read."""
 
 import hashlib
@@ -11,17 +12,6 @@ import numpy as np
 import pytest
 import torch
 from kv_checksum_states import DTYPES, FAMILIES
-from vllm.model_executor.layers.mamba import mamba_utils
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
-from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-from vllm.v1.kv_cache_interface import (
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-)
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, formats
 from vllm.distributed.kv_transfer.kv_checksum.blocks import Units
@@ -39,6 +29,17 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
     KVChecksumPayload,
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+)
 
 FP8 = dict(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 

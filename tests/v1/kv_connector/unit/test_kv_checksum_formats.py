@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What is asked of vLLM's layers: backend, variant of CPU attention, cache dtype."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from vllm.distributed.kv_transfer.kv_checksum import formats
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-from vllm.distributed.kv_transfer.kv_checksum import formats
 
 CACHE = torch.empty(8, 2, 32, 64, dtype=torch.bfloat16)
 
@@ -52,7 +53,7 @@ def test_any_other_subclass_is_not_known(backend):
 
 
 def test_two_backends_of_one_name_are_told_apart():
-    """vLLM's AITER backend calls itself FLASH_ATTN, too."""
+    """The AITER backend calls itself FLASH_ATTN, too."""
     from vllm.v1.attention.backends.rocm_aiter_fa import AiterFlashAttentionBackend
 
     assert AiterFlashAttentionBackend.get_name() == FlashAttentionBackend.get_name()

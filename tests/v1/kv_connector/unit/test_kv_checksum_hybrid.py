@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Real schedulers of P and D with a group of states beside attention, or alone."""
 
 import kv_checksum_instances as rig
 import pytest
 from kv_checksum_hybrid import STATE_LAYERS, pair
+
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.engine import FinishReason
 

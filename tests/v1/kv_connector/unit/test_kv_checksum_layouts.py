@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention caches that are not plain rows of sharded heads."""
 
 import logging
@@ -13,7 +14,9 @@ import kv_checksum_utils as u
 import numpy as np
 import pytest
 import torch
+
 import vllm.models
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, formats, worker
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
@@ -22,8 +25,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
-
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, formats, worker
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (1, [5, 2, 7])})
 IDS, START, TOKENS = [5, 2, 7], 1, 57
@@ -116,7 +117,7 @@ def test_indexers_in_another_order_are_known_by_their_layer(shuffled, bound, rea
 
 @pytest.fixture
 def m3_index_cache(monkeypatch):
-    """vLLM's class; the package around it would import torchvision."""
+    """The class of vLLM; the package around it would import torchvision."""
     name = "vllm.models.minimax_m3"
     package = ModuleType(name)
     package.__path__ = [str(Path(vllm.models.__path__[0]) / "minimax_m3")]

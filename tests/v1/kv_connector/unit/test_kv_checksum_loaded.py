@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What is summed is what the connector loads, group by group, however groups lag.
 
 `Instance.schedule` holds it against the connector's own metadata in every step; these
@@ -13,6 +14,7 @@ import kv_checksum_instances as rig
 import kv_checksum_utils as u
 import pytest
 import torch
+
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec

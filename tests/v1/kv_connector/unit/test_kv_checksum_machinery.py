@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Every kind of fault of the machinery, alone and with all others, on every carrier.
 
 What a run asserts is said in `kv_checksum_machinery`, which also runs more of them.

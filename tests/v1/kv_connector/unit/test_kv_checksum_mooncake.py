@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Mooncake P2P: what a response carries, and the order in which a consumer takes it."""
 
 import asyncio
@@ -8,6 +9,9 @@ import kv_checksum_instances as rig
 import msgspec
 import pytest
 from kv_checksum_receivers import MooncakeReceiver, pull
+
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
@@ -19,9 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
     MooncakeXferResponseStatus,
     SendBlockMeta,
 )
-
-from vllm.distributed.kv_transfer.kv_checksum import payload as wire
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
 
 
 def sent(payload):

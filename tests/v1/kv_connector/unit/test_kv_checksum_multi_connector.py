@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """MultiConnector: a store beside a P/D connector, each load by its own route."""
 
 import logging
@@ -8,6 +9,8 @@ import kv_checksum_instances as rig
 import kv_checksum_transports as transports
 import pytest
 from kv_checksum_instances import load, tokens
+
+from vllm.distributed.kv_transfer.kv_checksum import enable
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,8 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
-
-from vllm.distributed.kv_transfer.kv_checksum import enable
 
 STORED = 48
 """Tokens that the store offers to requests of its own."""

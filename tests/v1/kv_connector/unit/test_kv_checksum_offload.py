@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Checksums stored with offloaded KV: entries, loads, verdicts, and what follows."""
 
 from types import SimpleNamespace
@@ -11,16 +12,6 @@ import pytest
 import torch
 from kv_checksum_instances import write_model
 from test_kv_checksum_worker import SyncingTensor
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import (
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
@@ -41,6 +32,16 @@ from vllm.distributed.kv_transfer.kv_checksum.stored_loads import (
     compare_stored,
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import (
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 HASHES = [bytes([7 * i + 1] * 8 + [i] * 24) for i in range(6)]
 VERIFIED, MISMATCH, UNVERIFIED = (
@@ -417,7 +418,7 @@ def test_blocks_that_the_connector_failed_to_load_stay(model, closed, policy):
         loaded.append(number) or start(request, blocks, number)
     )
     request, answer = ask(b)
-    assert b.store.dropped == [] and store.STORE == before
+    assert b.store.dropped == [] and before == store.STORE
     assert not {VERIFIED, MISMATCH, UNVERIFIED} & set(b.stats)
     assert not b.stats.get("stored_blocks_dropped")
     # It loads nothing again; the next request does.
@@ -439,7 +440,7 @@ def test_a_group_that_cannot_be_compared_is_not_dropped(model):
     b = store.StoringInstance(model, checksums=False, **MODES["recompute"])
     request, answer = ask(b)
     assert b.stats[UNVERIFIED] == 1 and b.store.dropped == []
-    assert store.STORE == before
+    assert before == store.STORE
 
 
 @pytest.mark.parametrize("saver", [True, False])

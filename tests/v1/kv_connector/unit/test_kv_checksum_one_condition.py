@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whether checksums are on is one condition, from the configuration, for all parts."""
 
 from types import SimpleNamespace
 
 import kv_checksum_instances as rig
 import pytest
-import vllm.envs as envs
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.worker.gpu import kv_connector as runner
 
+import vllm.envs as envs
 from vllm.distributed.kv_transfer.kv_checksum import (
     create_kv_checksum_scheduler,
     create_kv_checksum_worker,
@@ -20,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_checksum.mooncake import create_mooncake_ch
 from vllm.distributed.kv_transfer.kv_checksum.nixl_push import (
     create_nixl_push_checksums,
 )
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.worker.gpu import kv_connector as runner
 
 
 class Bare:

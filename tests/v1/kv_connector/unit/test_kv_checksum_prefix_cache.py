@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Bad KV that is served all the same (fail-open) reaches no later request.
 
 Whether a later request's KV is right is told from what a local prefill writes, not from
@@ -10,11 +11,11 @@ import kv_checksum_instances as rig
 import kv_checksum_store as store
 import pytest
 import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.prefix_cache import disown
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.utils.hashing import sha256, sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-
-from vllm.distributed.kv_transfer.kv_checksum.prefix_cache import disown
 
 PROMPT = rig.tokens(112)
 LATER = [112, 113, 90, 60, 150]

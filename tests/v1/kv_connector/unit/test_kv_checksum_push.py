@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """NIXL push: the two forms of a completion notif, and what a worker holds for them."""
 
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ import kv_checksum_instances as rig
 import msgspec
 import pytest
 from kv_checksum_receivers import PushConsumer
+
+from vllm.distributed.kv_transfer.kv_checksum import nixl_push
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
     compute_nixl_compatibility_hash,
@@ -14,8 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
     NixlPushConnectorWorker,
 )
-
-from vllm.distributed.kv_transfer.kv_checksum import nixl_push
 
 PLAIN = b"cmpl-a:0-1f:2"
 

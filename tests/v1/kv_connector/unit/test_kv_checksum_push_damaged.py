@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """NIXL push: a completion notif that comes damaged never costs another load anything.
 
 What must come out is vLLM's own plain form of the notif, written out here, or nothing.
@@ -15,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_checksum_receivers import PushConsumer
+
+from vllm.distributed.kv_transfer.kv_checksum import nixl_push
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     PUSH_REG_NOTIF_PREFIX,
 )
 from vllm.v1.engine import FinishReason
-
-from vllm.distributed.kv_transfer.kv_checksum import nixl_push
-from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 
 PAYLOAD = bytes(range(256)) + b"sums"
 

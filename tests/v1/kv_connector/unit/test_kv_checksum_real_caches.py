@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Caches as vLLM makes them: real layers' specs, real planning, real allocation.
 
 Tiny models are built on the meta device; their layers tell their specs, and vLLM
@@ -18,7 +19,13 @@ import torch
 from rig.families import tiny
 from rig.model import tiny_qwen3
 from rig.servers import ENVIRONMENT, free_port
+
 from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KVChecksumBlocks,
+    create_kv_checksum_worker,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -30,12 +37,6 @@ from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import allocate_kv_cache
-
-from vllm.distributed import parallel_state
-from vllm.distributed.kv_transfer.kv_checksum import (
-    KVChecksumBlocks,
-    create_kv_checksum_worker,
-)
 
 try:
     from vllm.v1.core import kv_cache_planning as planning

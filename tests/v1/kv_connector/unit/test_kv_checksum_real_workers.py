@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Every P/D path with the connectors' own workers over real NIXL and Mooncake.
 
 Real schedulers, connectors and libraries, P and D in one process; only the forward is
@@ -13,9 +14,9 @@ import kv_checksum_instances as rig
 import kv_checksum_real_workers as real
 import pytest
 from kv_checksum_instances import tokens
-from vllm.v1.engine import FinishReason
 
 from vllm.distributed.kv_transfer.kv_checksum import fault_damage
+from vllm.v1.engine import FinishReason
 
 NUM_BLOCKS = 1500
 _numbers = count()

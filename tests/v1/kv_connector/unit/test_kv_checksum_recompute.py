@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a real consumer's scheduler computes again after a load was found bad."""
 
 import kv_checksum_instances as rig
@@ -6,6 +7,7 @@ import pytest
 import torch
 from kv_checksum_instances import load, pair, tokens
 from test_kv_checksum_scheduler import MODES, change_payload, fewer_tokens
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many TP ranks hold the same heads: as vLLM counts, and where specs do not tell."""
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How many TP ranks hold the same heads, as vLLM counts, and if specs do not tell."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +8,6 @@ from types import SimpleNamespace
 import kv_checksum_utils as u
 import pytest
 import torch
-from vllm.v1 import kv_cache_interface as interface
 
 from vllm.distributed.kv_transfer.kv_checksum.cells import COVERED_SPECS
 from vllm.distributed.kv_transfer.kv_checksum.layout import (
@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_checksum.layout import (
     head_placement,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker import _uniform_kv_heads
+from vllm.v1 import kv_cache_interface as interface
 
 try:
     from vllm.v1.core.kv_cache_planning import _layer_tp_replicas

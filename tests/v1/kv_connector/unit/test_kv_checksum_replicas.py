@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Copies of the same KV on several TP ranks of P that are not equal bit for bit."""
 
 import kv_checksum_instances as rig

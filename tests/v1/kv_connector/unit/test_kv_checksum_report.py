@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What is said: bounded lines, attribution, storms, and what a failing client reads."""
 
 import logging
@@ -6,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from kv_checksum_instances import RequestStatus, pair
-from vllm.v1.outputs import KVConnectorOutput
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, enable, report
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     GroupVerdict,
     LoadVerdict,
 )
+from vllm.v1.outputs import KVConnectorOutput
 
 
 def mismatch(groups=1, blocks=5):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Requests and groups without blocks are no rows, beside those that have some."""
 
 import kv_checksum_utils as u

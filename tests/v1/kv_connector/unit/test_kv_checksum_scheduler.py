@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Real schedulers of P and D with real checksum workers, over every P/D path.
 
 What moves between them is faked where `kv_checksum_transports.FAKES` says so.
@@ -10,10 +11,10 @@ import msgspec
 import pytest
 import torch
 from kv_checksum_instances import load, pair, tokens
-from vllm.v1.engine import FinishReason
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
+from vllm.v1.engine import FinishReason
 
 MODES = {
     "open": dict(),

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Real schedulers in rarer cases: rolled-back steps, failures, what cannot work."""
 
 from types import SimpleNamespace
@@ -8,13 +9,13 @@ import kv_checksum_utils as u
 import pytest
 import torch
 from kv_checksum_instances import load, pair, tokens
-from vllm.v1.outputs import KVConnectorOutput
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KV_TRANSFER_PARAMS_KEY,
     KVChecksumOutput,
     KVChecksumRecord,
 )
+from vllm.v1.outputs import KVConnectorOutput
 
 
 def test_a_group_with_a_missing_block_inside_is_left_out_and_said(model, log):

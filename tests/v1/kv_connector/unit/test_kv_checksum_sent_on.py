@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Requests that are to be loaded and sent on: an ordinary load, offered once."""
 
 import kv_checksum_instances as rig

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """docs/design/kv_checksum.md has a row for every spec class, and it is true."""
 
 import inspect
@@ -7,9 +8,9 @@ from pathlib import Path
 import kv_checksum_utils as u
 import pytest
 import torch
-from vllm.v1 import kv_cache_interface as interface
 
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.v1 import kv_cache_interface as interface
 
 DOCS = Path(__file__).parents[4] / "docs" / "design" / "kv_checksum.md"
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """States of Mamba-like layers: one value for any TP size and conv layout."""
 
 from dataclasses import replace
@@ -18,10 +19,10 @@ from kv_checksum_states import (
     page_of,
     unsharded,
 )
-from vllm.model_executor.layers.mamba import mamba_utils
-from vllm.v1.kv_cache_interface import MambaSpec, MambaStateSplit
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.v1.kv_cache_interface import MambaSpec, MambaStateSplit
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (0, [3])})
 NUMBERS = (2, 5)

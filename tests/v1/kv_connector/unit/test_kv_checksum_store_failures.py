@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Failed loads from a real Mooncake store: what is removed, and what stays.
 
 Real: the master, two clients of it in processes of their own, vLLM's loading thread
@@ -15,12 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 from rig.mooncake_store import HOST, SEGMENT, MooncakeStore
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
-    KVCacheStoreRecvingThread,
-)
 
 from vllm.distributed.kv_transfer.kv_checksum.mooncake_store import (
     MooncakeStoreChecksums,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
+    KVCacheStoreRecvingThread,
 )
 
 KV, ENTRY = 4088, 8

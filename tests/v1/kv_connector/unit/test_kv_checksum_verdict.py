@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Comparing one group: positions, replicas, block sizes."""
 
 import numpy as np
@@ -142,7 +143,7 @@ def copies_of(*entries):
 
 
 def with_copies(unit_size=16):
-    """Six values; copy 0 differs at 0, 1 and 4, copy 1 at 2, 3 and at 4 in another way."""
+    """Six values; copy 0 differs at 0, 1 and 4, copy 1 at 2, 3 and otherwise at 4."""
     first = ((0, 0, 99), (0, 1, 100), (0, 4, 101))
     second = ((1, 2, 200), (1, 3, 201), (1, 4, 102))
     return GroupChecksums(1, unit_size, 0, values(6), copies_of(*first, *second))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sliding windows whose first blocks are given up before the transfer."""
 
 import pytest
 import torch
 from kv_checksum_instances import load, pair, tokens
+
 from vllm.v1.engine import FinishReason
 
 FAIL = dict(kv_checksum_fail_closed=True, policy="fail")

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Workers: every layout and split gives the definition's value, and lifecycles."""
 
 import pickle
@@ -7,16 +8,6 @@ from dataclasses import replace
 import kv_checksum_utils as u
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CircularBufferSpec,
-    HiddenStateCacheSpec,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SparseCacheRole,
-    UniformTypeKVCacheSpecs,
-)
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
@@ -28,6 +19,16 @@ from vllm.distributed.kv_transfer.kv_checksum import worker as worker_module
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.formats import LayerFormat, TokenOrder
 from vllm.distributed.kv_transfer.kv_checksum.rows import build_rows
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    HiddenStateCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (1, [5, 2, 7])})
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """One decision of all ranks and of the scheduler: what workers skip is not stored."""
 
 from types import SimpleNamespace

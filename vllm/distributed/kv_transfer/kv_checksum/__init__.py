@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """KV-cache checksums: every KV block loaded from elsewhere is verified.
 
 Names are resolved on first use: connectors import `payload` while the modules

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a payload is bound to: the prompt and the other inputs that its KV comes from.
 
 Payload and block ids travel together, so a router that hands one request's parameters
@@ -27,6 +28,7 @@ class PromptDigests(NamedTuple):
     Attributes:
         whole: of all of them.
         beginning: of those that fill units, for a consumer whose prompt is shorter.
+
     """
 
     whole: int
@@ -46,6 +48,7 @@ def prompt_digests(request: Any, num_tokens: int) -> PromptDigests:
 
     Returns:
         0 if the prompt, or a part of it, is given as embeddings.
+
     """
     if not is_bound(request):
         return PromptDigests(0, 0)
@@ -74,7 +77,7 @@ def _first_ids(token_ids: list[int], number: int) -> "array[int]":
 
 
 def _sum_of_terms(pieces: np.ndarray, first: int) -> int:
-    """The sum of the terms of uint64 `pieces`, the first of which has number `first`."""
+    """Sum the terms of uint64 `pieces`, numbered from `first`."""
     stop = first + min(_CHUNK, len(pieces))
     j: np.ndarray = np.arange(first, stop, dtype=np.uint64)
     weights = np.uint64(GOLDEN_FACTOR) * (np.uint64(2) * j + np.uint64(1))
@@ -94,6 +97,7 @@ def is_other_prompt(request: Any, num_tokens: int, sent: PromptDigests) -> bool:
         request: the consumer's request.
         num_tokens: how many of the producer's tokens were summed.
         sent: the producer's digests of them.
+
     """
     number = len(request.prompt_token_ids)
     if number >= num_tokens:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which blocks of a request a connector transfers, and so which are summed."""
 
 from collections.abc import Callable, Sequence
@@ -6,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -29,6 +31,7 @@ class TransferredBlocks:
         blocks: what workers sum.
         left_out: groups whose blocks do not follow one another.
         empty: groups of which the transfer brings nothing.
+
     """
 
     blocks: KVChecksumBlocks
@@ -47,6 +50,7 @@ def sent_blocks(
         kv_cache_config: the KV cache groups.
         rows: the request's block ids, per group.
         num_tokens: tokens of the request whose KV is computed.
+
     """
     found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
     for group_id in kv_cache_config.transfer_group_ids:
@@ -82,6 +86,7 @@ def loaded_blocks(
         kv_cache_config: the KV cache groups.
         blocks: the request's `KVCacheBlocks` when the load starts.
         num_tokens: tokens of the request that are local or loaded.
+
     """
     found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
     for group_id in kv_cache_config.transfer_group_ids:
@@ -161,7 +166,10 @@ def blocks_given_up(
     blocks to the connector, so these blocks are not transferred.
 
     Args:
+        kv_cache_config: the KV cache groups.
         rows: gives the request's block ids now, per group.
+        blocks: what was summed.
+
     """
     windows = [g for g in blocks.groups if gives_up_blocks(kv_cache_config, g)]
     given_up: dict[int, int] = {}
@@ -199,6 +207,7 @@ class Units:
     Attributes:
         size: tokens of a unit.
         per_block: units of a block.
+
     """
 
     size: int

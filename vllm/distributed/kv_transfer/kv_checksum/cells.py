@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Attention layers' caches as slices: in which order a block holds tokens' bytes.
 
 Dense keys and values of one dtype are rows: per head, one token's bytes after
@@ -77,6 +78,7 @@ def attention_slices(
 
     Raises:
         SkipGroup: the layer cannot be checksummed.
+
     """
     order = token_order(spec, layer)
     key, head_offset = head_placement(spec, shard)
@@ -115,6 +117,7 @@ def token_order(spec: Any, layer: LayerFormat) -> TokenOrder:
 
     Raises:
         SkipGroup: they hold no tokens by position, or the order is not known.
+
     """
     kind = type(spec).__name__
     if kind not in COVERED_SPECS:
@@ -277,6 +280,7 @@ def _cpu_tiles(cache: torch.Tensor, ratio: int, width: int) -> _Parts:
 
     Raises:
         SkipGroup: tiles do not fill the block, or a block is several kernel blocks.
+
     """
     total, heads, tokens, content = cache.shape
     size, head_size = cache.element_size(), content // 2
@@ -311,6 +315,7 @@ def _segments(
 
     Raises:
         SkipGroup: another format, or blocks that are not dense.
+
     """
     total, heads, tokens, content = cache.shape
     cell, size = sum(sizes), cache.element_size()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a KV checksum is, and the records in which partial sums travel.
 
 Protected: every byte of the K and V cells of a request's tokens, and the
@@ -106,6 +107,7 @@ class KVChecksumBlocks:
             of a request that ended from those of the next one of its id.
         stored: a load whose blocks bring stored checksums back, which workers
             report beside their sums.
+
     """
 
     num_tokens: int
@@ -146,6 +148,7 @@ class KVChecksumGroup:
         start: number of the first unit in the request.
         replica_keys: which copies the columns of `values` belong to.
         values: uint64, shape ``(units, len(replica_keys))``.
+
     """
 
     start: int
@@ -172,6 +175,7 @@ class KVChecksumRecord:
         received: per request id, the payload that the worker's connector received.
         stored: per request id and group id, the stored checksums that came with
             the loaded blocks: uint64, shape ``(blocks,)``.
+
     """
 
     pp_rank: int
@@ -193,6 +197,7 @@ def add_records(
 
     Raises:
         ValueError: two workers summed different blocks.
+
     """
     total: dict[ReplicaKey, KVChecksumGroup] = {}
     for record in records:
@@ -219,6 +224,7 @@ def replica_checks(parts: dict[ReplicaKey, KVChecksumGroup]) -> list[np.ndarray]
 
     Raises:
         ValueError: a replica is missing, or parts cover different blocks.
+
     """
     sizes = sorted({replicas for replicas, _ in parts})
     if not sizes:
@@ -231,6 +237,6 @@ def replica_checks(parts: dict[ReplicaKey, KVChecksumGroup]) -> list[np.ndarray]
         if any(copy is None for copy in copies):
             raise ValueError("a replica is missing")
         checks.append(
-            np.sum([c.values for c in copies if c is not None], axis=0, dtype=np.uint64)
+            np.add.reduce([c.values for c in copies if c is not None], dtype=np.uint64)
         )
     return checks

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """From workers' records to a payload, and from a load's to its verdict.
 
 Nothing here changes what it is given, counts or logs.
@@ -33,6 +34,7 @@ class Comparison:
         kv_cache_config: its KV cache groups.
         tp_size: its TP size.
         num_workers: workers that must report (TP times PP).
+
     """
 
     kv_cache_config: Any
@@ -54,6 +56,7 @@ class Comparison:
 
         Raises:
             NotComparable: the workers' records do not add up.
+
         """
         if send is None:
             raise NotComparable(Unverified.WORKERS_MISSING, "nothing was summed")

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which connectors' loads are checked in a configuration, and what is refused.
 
 Told from the configuration alone, so that what `kv_checksum_fail_closed` refuses is
@@ -25,6 +26,7 @@ class ConnectorCoverage:
     Attributes:
         name: as the configuration calls it.
         not_checked: why nobody checks what it loads, or None.
+
     """
 
     name: str
@@ -46,6 +48,7 @@ def connector_coverage(
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: the KV cache groups, or None if they are not planned yet.
+
     """
     return [
         ConnectorCoverage(
@@ -149,6 +152,7 @@ def ask_workers(vllm_config: Any, kv_cache_config: Any, executor: Any) -> None:
 
     Raises:
         ValueError: as `refuse_unchecked`.
+
     """
     if vllm_config.kv_transfer_config is None:
         return
@@ -172,6 +176,7 @@ def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
 
     Raises:
         ValueError: such a set-up; the message names the connector and what to change.
+
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is None or not transfer.kv_checksum_fail_closed:
@@ -185,7 +190,8 @@ def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
         advice = f"take {', '.join(unchecked)} out of the configuration"
     if found := [reason for reason in reasons if reason is not None]:
         raise ValueError(
-            f"kv_checksum_fail_closed is set, but {'; '.join(found)}: loads that nobody "
-            f"checks would fail. Unset kv_checksum_fail_closed in --kv-transfer-config, "
+            f"kv_checksum_fail_closed is set, but {'; '.join(found)}: loads that "
+            "nobody checks would fail. Unset kv_checksum_fail_closed in "
+            "--kv-transfer-config, "
             f"or {advice}."
         )

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The checksum on the CPU: one pass over the cache, compiled by numba.
 
 Bit-identical to `torch_path`, which gathers whole arrays and is many times
@@ -207,12 +208,17 @@ def _sum_rows(
 
     Args:
         flat: the storage, as unsigned pieces or elements.
-        offset, shape, strides: the layer's `units` in it.
+        offset: where the layer's `units` begin in it.
+        shape: the shape of `units`.
+        strides: the strides of `units`.
         factors: uint64 ``(heads,)``.
-        per_token, skip, parts: the layer's `pieces`, `first_piece` and
-            `elements_per_piece`.
+        per_token: the layer's `pieces`.
+        skip: the layer's `first_piece`.
+        parts: the layer's `elements_per_piece`.
         bits: width of an element, uint64.
         rows: int64 ``(3, n)``, see `SumRows`.
+        out: uint64 ``(n,)``.
+
     """
     _, outer, inner, parts_of_unit, _, tokens, _ = shape
     for row in range(rows.shape[1]):

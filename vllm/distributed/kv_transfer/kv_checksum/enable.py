@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whether a scheduler checks loads in this configuration, and what it says if not."""
 
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ def create_kv_checksum_scheduler(
 
     Raises:
         ValueError: as `coverage.refuse_unchecked`.
+
     """
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum:

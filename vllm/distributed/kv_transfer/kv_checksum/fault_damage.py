@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Damage as transfers do it, for the fault drill and for tests: pure functions.
 
 Each kind was reported publicly of some engine, connector or driver. `inflict`
@@ -30,6 +31,7 @@ class LayerCache:
         num_blocks: blocks in it; ``B`` counts kernel blocks.
         transposed_keys: as `formats.TokenOrder.CPU_VECTORS` says.
         tiles: as `formats.TokenOrder.CPU_TILES`; damage to tokens cannot be done.
+
     """
 
     cache: torch.Tensor
@@ -81,6 +83,7 @@ class LoadedBlocks:
         num_tokens: tokens of the request that the load covers.
         others: blocks of another request, for what leaves or brings stale bytes.
         hits: how many blocks, from the first, a fault in single blocks damages.
+
     """
 
     layers: list[LayerCache]
@@ -298,6 +301,7 @@ class Kind:
     Attributes:
         damage: what it does.
         one_layer: whether it hits the group's first layer here, or all.
+
     """
 
     damage: Damage
@@ -347,6 +351,7 @@ def inflict(kind: str, load: LoadedBlocks) -> None:
 
     Raises:
         NotApplicable: this load cannot be damaged so; nothing was changed.
+
     """
     chosen = KINDS[kind]
     if not load.layers or not load.block_ids:
@@ -363,10 +368,13 @@ def damage_payload(kind: str, payload: bytes, other: bytes | None) -> bytes | No
     """What arrives instead of `payload`; None for nothing.
 
     Args:
+        kind: one of `PAYLOAD_KINDS`.
+        payload: the bytes that were sent.
         other: the payload of another request, if there was one.
 
     Raises:
         NotApplicable: there was no other request.
+
     """
     if kind == "lost_payload":
         return None

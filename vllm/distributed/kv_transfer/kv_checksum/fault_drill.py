@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A connector that damages chosen loads, to try alarms before they count.
 
 Never for production. It is the connector that it wraps, except that loads which
-a fault is set for are damaged after they finished and before they are checked::
+a fault is set for are damaged after they finished and before they are checked. Its
+`kv_connector` is "KVChecksumFaultDrill", its `kv_connector_module_path` this module,
+and its `kv_connector_extra_config`::
 
-    {"kv_connector": "KVChecksumFaultDrill",
-     "kv_connector_module_path":
-         "vllm.distributed.kv_transfer.kv_checksum.fault_drill",
-     "kv_connector_extra_config": {"kv_checksum_fault_drill": {
-         "damage_kv_on_purpose": true,
-         "connector": "NixlPushConnector",
-         "faults": {"drill-flip": "bit_flip",
-                    "drill-": {"kind": "stale_block", "blocks": 3},
-                    "": {"kind": "lost_payload", "probability": 0.001}}}}}
+    {
+        "kv_checksum_fault_drill": {
+            "damage_kv_on_purpose": true,
+            "connector": "NixlPushConnector",
+            "faults": {
+                "drill-flip": "bit_flip",
+                "drill-": {"kind": "stale_block", "blocks": 3},
+                "": {"kind": "lost_payload", "probability": 0.001},
+            },
+        }
+    }
 
 `connector` names the wrapped connector (`connector_module_path` where it stands in
 no registry). `faults` maps prefixes of the client's request id (``X-Request-Id``;
@@ -22,7 +27,6 @@ its transfer statistics are not collected, and vLLM does not recognize it by nam
 (NIXL with Mamba layers on CPU: set ``VLLM_SSM_CONV_STATE_LAYOUT=DS`` yourself).
 """
 
-import base64
 import binascii
 import functools
 import importlib
@@ -30,7 +34,9 @@ import random
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pybase64 as base64
 import torch
+
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -70,6 +76,7 @@ class Fault:
         blocks: how many blocks, for kinds that damage single blocks.
         skip: how many of the loaded blocks, from the first, are left alone.
         tp_rank: the one TP rank that damages its part; None: all of them.
+
     """
 
     kind: str
@@ -99,6 +106,7 @@ def drill_options(extra_config: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: no opt-in, or no connector to wrap.
+
     """
     options = extra_config.get(_OPTION)
     if not isinstance(options, dict) or options.get("damage_kv_on_purpose") is not True:
@@ -120,6 +128,7 @@ def drill_faults(options: dict[str, Any]) -> dict[str, Fault]:
 
     Raises:
         ValueError: a fault or a setting that does not exist, or a bad value.
+
     """
     faults = {}
     known = {f.name for f in fields(Fault)}
@@ -151,6 +160,7 @@ def wrapped_connector(extra_config: dict[str, Any]) -> Any:
 
     Raises:
         ValueError: as `drill_options`, or the drill cannot wrap it.
+
     """
     options = drill_options(extra_config)
     path = options.get("connector_module_path")

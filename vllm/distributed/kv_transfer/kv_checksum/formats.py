@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What vLLM's attention layers tell of how their caches are kept and read.
 
 A layer's backend decides how it fills a block, and its ``kv_cache_dtype`` what the
@@ -12,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+
 from vllm.platforms import current_platform
 
 
@@ -35,6 +37,7 @@ class LayerFormat:
         order: its own order of tokens.
         cache_dtype: what the cache's bytes are, unless the spec's dtype says it.
         unknown: why the order is not known.
+
     """
 
     backend: str = ""

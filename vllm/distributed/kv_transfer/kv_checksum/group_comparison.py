@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Comparing what a producer sent with what a consumer holds: pure functions.
 
 Sums are compared by the unit; where the units of the two sides differ, by the larger
@@ -25,6 +26,7 @@ class LocalGroup:
         checks: one uint64 array of shape ``(units,)`` per replica check.
         is_state: a block holds a state, which is valid for one token count alone.
         is_window: the producer may have given up blocks that it has passed.
+
     """
 
     fingerprint: int
@@ -50,6 +52,7 @@ def judge(
 
     A group that neither side checksums is in neither argument and stays out of
     the verdict.
+
     """
     verdict = LoadVerdict()
     for group_id in sorted({*payload.groups, *local}):
@@ -183,7 +186,7 @@ def _chunks(
 
 @dataclass
 class _Common:
-    """Chunks that both sides hold: the sums sent, and those loaded per replica check."""
+    """Chunks that both sides hold: sums sent, and sums loaded per replica check."""
 
     low: int
     expected: np.ndarray
@@ -196,7 +199,11 @@ def _accept_copies(
     """Clear in `differs` what equals another copy of the producer.
 
     Args:
+        theirs: what the producer sent.
         ratio: the producer's units per chunk.
+        common: the chunks that both sides hold.
+        differs: bool ``(checks, chunks)``, changed in place.
+
     """
     copies = theirs.copies
     if copies is None:
@@ -231,9 +238,12 @@ def _in_blocks(
     """The verdict by blocks of the consumer.
 
     Args:
-        differs: per check and chunk.
+        common: the chunks that both sides hold.
+        differs: bool ``(checks, chunks)``.
         ratio: the consumer's units per chunk.
+        ours: what the consumer summed.
         loaded: its first unit, and the one behind its last.
+
     """
     per_block, (start, end) = ours.units.per_block, loaded
     bad = np.flatnonzero(differs.any(axis=0))

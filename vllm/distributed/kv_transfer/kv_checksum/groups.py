@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """KV cache groups: which layers count, how they are numbered, what is skipped."""
 
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ def build_group(
 
     Raises:
         SkipGroup: the group cannot be checksummed.
+
     """
     names = group.layer_names
     if not names:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The checksum in Triton: one pass over the cache, no host sync, any layout.
 
 For every row (one unit of a request) and every slice (layer and KV head) of it,
 the sum mod 2**64 over the pieces ``x`` with number ``j`` in the request of::
 
-    y = (x ^ (x >> 33)) * m * (2*j + 1);   t = (y >> 32) * C
+    y = (x ^ (x >> 33)) * m * (2 * j + 1)
+    t = (y >> 32) * C
     term = y ^ low32(t ^ (t >> 32))
 
 (`checksum` gives the reasons). A masked piece reads as 0, whose term is 0, so
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from vllm.triton_utils import tl, triton
 
 from .checksum import FOLD_FACTOR, GOLDEN_FACTOR, MASK64

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Views of caches: what a layer's slices are made of.
 
 A `LayerView` reads a layer's cache in the checksum's order, token by token,
@@ -46,6 +47,7 @@ class LayerView:
         first_piece: number, within a token, of the first piece that `blocks`
             holds; a token whose bytes lie apart is read as several views.
         units: `blocks` by units, see `units_of`.
+
     """
 
     name: str
@@ -72,8 +74,8 @@ class LayerView:
 
 SumRows = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds sums of some layers' units to `out` (int64 ``(n,)``, of any stride) for `rows`
-(int64 ``(3, n)``): the unit (its number in its block behind those of all blocks before),
-position in the request of its first token, number of its tokens that count."""
+(int64 ``(3, n)``): the unit (its number in its block, behind those of all blocks
+before), position in the request of its first token, number of its tokens that count."""
 
 
 @dataclass
@@ -86,6 +88,7 @@ class LayerSlices:
         identity: what the fingerprint says of it besides its name and spec type.
         equal_tp: parts of other TP sizes do not add up to the same value.
         remarks: parts of the layer that are not covered.
+
     """
 
     views: list[LayerView]
@@ -107,6 +110,7 @@ class GroupView:
         replica_keys: which copies of layers this worker holds.
         equal_tp: comparable only between instances of equal TP size.
         remarks: what of the layers is not covered.
+
     """
 
     group_id: int
@@ -143,6 +147,7 @@ def layer_number(name: str) -> int:
 
     Raises:
         SkipGroup: the name has none or several.
+
     """
     numbers = [part for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
@@ -177,6 +182,7 @@ def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
 
     Raises:
         SkipGroup: the spec does not tell how many ranks hold the same heads.
+
     """
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
@@ -202,6 +208,7 @@ def piece_width(token_bytes: int) -> int:
 
     Raises:
         SkipGroup: the token is no whole number of pieces.
+
     """
     for width in (8, 4, 2):
         if token_bytes % width == 0:
@@ -219,11 +226,15 @@ def read_as(
     """View the storage of `cache` as integers of `width` bytes, without a copy.
 
     Args:
+        cache: a KV cache tensor of any dtype.
+        width: bytes of an integer.
         offset: where to begin, in bytes behind the cache's first byte.
-        strides: in bytes.
+        shape: the view's shape, in integers.
+        strides: the view's strides, in bytes.
 
     Raises:
         SkipGroup: offset or strides are no whole pieces.
+
     """
     start = cache.storage_offset() * cache.element_size() + offset
     if any(stride % width for stride in (*strides, start)):
@@ -243,6 +254,7 @@ def block_ratio(cache: torch.Tensor, num_blocks: int) -> int:
 
     Raises:
         SkipGroup: it does not hold `num_blocks` blocks of contiguous cells.
+
     """
     if cache.dim() != 4:
         raise SkipGroup(f"the cache has {cache.dim()} dimensions, not 4")
@@ -261,6 +273,7 @@ def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tens
 
     Raises:
         SkipGroup: blocks or strides do not fit.
+
     """
     ratio = block_ratio(cache, num_blocks)
     size = cache.element_size()
@@ -278,6 +291,7 @@ def units_of(blocks: torch.Tensor) -> torch.Tensor:
 
     Raises:
         SkipGroup: neither is the case.
+
     """
     number, ratio, heads, tokens, pieces = blocks.shape
     block, part, head, token, piece = blocks.stride()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """States of Mamba-like layers as slices.
 
 A block of such a layer holds no tokens but one int8 page that packs the layer's
@@ -65,6 +66,7 @@ def state_slices(
 
     Raises:
         SkipGroup: the layer cannot be checksummed.
+
     """
     states = list(zip(spec.shapes, spec.dtypes, strict=True))
     covered = states[:COVERED_STATES]
@@ -154,6 +156,7 @@ def _steps(shape: tuple[int, ...], split: Any) -> tuple[int, int]:
 
     Raises:
         SkipGroup: the split does not match the shape, or no stride reads a row.
+
     """
     if not 0 <= split.axis < len(shape) or shape[split.axis] != sum(
         size for size, _ in split.segments
@@ -177,6 +180,9 @@ def _global_rows(
 
     Args:
         segments: (local size, ranks that hold the same rows) along the split axis.
+        shard: this rank's part of the model.
+        first_row: number of the first row, over all states of the layer.
+
     """
     runs: list[_Rows] = []
     local = total = 0

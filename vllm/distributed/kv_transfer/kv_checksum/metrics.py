@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Prometheus metrics. Label values come from fixed sets.
 
 The scheduler counts into a flat ``dict[str, int]`` (keys such as
@@ -42,6 +43,7 @@ class KVChecksumProm:
         counter_cls, gauge_cls: the Prometheus classes of the logger.
         labelnames: the logger's label names.
         per_engine_labelvalues: label values by engine index.
+
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class KVChecksumProm:
         )
         left_out = counter_cls(
             name="vllm:kv_checksum_groups_left_out",
-            documentation="KV cache groups left out of a request's checksums, by reason.",
+            documentation=(
+                "KV cache groups left out of a request's checksums, by reason."
+            ),
             labelnames=[*labelnames, "reason"],
         )
         skipped = gauge_cls(

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Mooncake P2P: payloads ride the producer's responses, by consumer request id.
 
 The response's field is optional, so instances without it keep working unverified. It is
@@ -71,6 +72,7 @@ class MooncakeChecksums:
         Args:
             response: the ``MooncakeXferResponse``.
             sent: consumer request ids and the producer's ``SendBlockMeta``.
+
         """
         found = {req_id: meta.kv_checksums for req_id, meta in sent}
         found = {r: data for r, data in found.items() if data is not None}

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Mooncake store: a block's checksum is eight more bytes of its value.
 
 No key, round trip or copy is added: the entries of `KVChecksumWorker` are one more
@@ -14,6 +15,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
+
 from vllm.logger import init_logger
 
 from .coverage import why_off
@@ -52,6 +54,7 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: the KV cache groups, or None if they are not planned yet.
+
     """
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum:
@@ -80,6 +83,7 @@ class MooncakeStoreChecksums:
     Args:
         store_worker: the connector's worker, before its caches are registered.
         checksums: this rank's `KVChecksumWorker`.
+
     """
 
     def __init__(self, store_worker: Any, checksums: Any) -> None:
@@ -97,6 +101,7 @@ class MooncakeStoreChecksums:
 
         Raises:
             RuntimeError: the store does not take the memory.
+
         """
         address, size = self._entries.data_ptr(), self._entries.element_size()
         status = self._worker.store.register_buffer(address, self._entries.nbytes)
@@ -180,9 +185,11 @@ class MooncakeStoreChecksums:
         Called on a loading thread, before the failure is reported.
 
         Args:
+            req_id: the request whose load failed.
             keys: what was to be loaded, this rank's own.
             sizes: per key, the sizes of its regions.
             statuses: per key, what the store said; negative: not loaded.
+
         """
         expected = {
             key: sum(regions)
@@ -251,8 +258,10 @@ def create_mooncake_store_checksums(
     """What a store worker does about checksums, or None, with the reason logged.
 
     Args:
+        store_worker: the connector's worker side on this rank.
         checksums: this rank's `KVChecksumWorker`.
         reason: what `why_not_stored` says.
+
     """
     if store_worker._capacity_only:
         return None
@@ -280,6 +289,7 @@ def remove_failures(
         store_scheduler: the connector's scheduler side.
         request: whose blocks they are, by its hashes.
         bad: per KV cache group id, positions of blocks in the request.
+
     """
     wanted: dict[int, list[bytes]] = {}
     for group_id, positions in bad.items():

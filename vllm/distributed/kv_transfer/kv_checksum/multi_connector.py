@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """MultiConnector: which of its connectors carries a request's payload.
 
 A load's carrier is that of the connector chosen to load it. MultiConnector forgets its

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """NIXL push: a payload rides the completion notif of every WRITE of its request.
 
 Negotiated, not versioned. A consumer's registration says which form of the notif it
@@ -12,12 +13,13 @@ stands. Some NIXL back ends cut notifs, or end them at a zero byte: a WRITE coun
 complete wherever the plain part came through, whatever became of the payload.
 """
 
-import base64
 import binascii
-import re
 from collections.abc import Container
 from typing import Any
 from zlib import crc32
+
+import pybase64 as base64
+import regex as re
 
 from vllm.logger import init_logger
 
@@ -74,6 +76,7 @@ def split_payload(notif: bytes) -> tuple[bytes, bytes]:
 
     Raises:
         ValueError: the plain form did not come through.
+
     """
     # Without a look at the prefix: the CRC tells more than it could.
     header = _PLAIN_HEADER.match(notif, len(_PREFIX))

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Checksums that are stored with offloaded KV and come back with it.
 
 A connector that stores KV asks the worker for one int64 entry per block
@@ -29,6 +30,7 @@ class BlockRun(NamedTuple):
         start: position of the first block in the request.
         block_ids: their ids.
         block_hashes: their prefix hashes, one per block, all of one length.
+
     """
 
     group_id: int
@@ -56,6 +58,7 @@ def block_checksum_tags(
 
     Raises:
         ValueError: hashes shorter than 8 bytes, or of unequal length.
+
     """
     if not len(block_hashes):
         return np.zeros(0, np.uint64)
@@ -76,7 +79,10 @@ def entry_rows(
     last one where there is no unit); per entry its block id, and its tag.
 
     Args:
+        runs: the blocks to fill entries for.
         parts: where each run's units lie; its request id is the run's number.
+        num_rows: the number of rows that are summed, padding included.
+
     """
     number = sum(len(run.block_ids) for run in runs)
     rows: np.ndarray = np.full((3, num_rows), number, np.int64)
@@ -102,6 +108,9 @@ def hashes_of_blocks(
         block_hashes: a request's hashes, one per hash block.
         scale: hash blocks per block; the last one's hash stands for the block,
             because it covers everything before it.
+        start: first position.
+        stop: position behind the last.
+
     """
     return block_hashes[(start + 1) * scale - 1 : stop * scale : scale]
 
@@ -126,6 +135,8 @@ def why_not_summed(
 
     Args:
         skipped: reasons by KV cache group id; None if they are not known yet.
+        group_ids: the KV cache groups that are to be summed.
+
     """
     for group_id in group_ids:
         if skipped and group_id in skipped:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a producer tells a consumer: the checksums of one request's KV.
 
 Wire form: msgpack of ``(version, body)``, the body decoded with its type. Values
@@ -7,7 +8,6 @@ was bound to no prompt. Anything malformed raises `ValueError` and nothing
 else; memory stays bounded by the input, which is capped at `MAX_PAYLOAD_BYTES`.
 """
 
-import base64
 import binascii
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pybase64 as base64
 
 from .binding import PromptDigests
 from .wire_maps import decode_map
@@ -91,6 +92,7 @@ class OtherCopies(NamedTuple):
         copy: which copy, shape ``(n,)``.
         at: indices into the group's `values`, ascending per copy, shape ``(n,)``.
         values: uint64, the copies' own, shape ``(n,)``.
+
     """
 
     copy: np.ndarray
@@ -108,6 +110,7 @@ class GroupChecksums:
         start: number of the first unit.
         values: uint64, shape ``(units,)``.
         copies: the producer's other replicas, where they are not equal to the first.
+
     """
 
     fingerprint: int
@@ -194,6 +197,7 @@ def decode(data: bytes) -> KVChecksumPayload:
     Raises:
         PayloadVersionError: another version.
         ValueError: malformed in any other way.
+
     """
     if len(data) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"payload of {len(data)} bytes is too long")
@@ -255,6 +259,7 @@ def decode_text(text: object) -> KVChecksumPayload:
 
     Raises:
         ValueError: as `decode`, or `text` is no base64 string.
+
     """
     if not isinstance(text, str):
         raise ValueError(f"payload is a {type(text).__name__}, not text")

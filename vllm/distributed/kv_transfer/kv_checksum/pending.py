@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A request whose sums are awaited: what was asked for, and adding up what came.
 
 Whatever does not fit what was asked for makes the whole not comparable, never a
@@ -54,6 +55,7 @@ class Pending:
 
         Raises:
             NotComparable: one did not.
+
         """
         if len(self.records) != num_workers:
             raise NotComparable(
@@ -91,6 +93,7 @@ class Pending:
         Raises:
             NotComparable: they are of other blocks, or a worker that holds layers
                 of the group reports none.
+
         """
         start, ids = self.blocks.groups[group_id]
         records = self.records.values()
@@ -126,6 +129,7 @@ class PendingLoad(Pending):
         computes_last: the last of its tokens is computed here all the same.
         sent: the payload that `params` held, or why it is none.
         received: the payload that its connector brought, the first copy.
+
     """
 
     carrier: KVChecksumCarrier | None = None
@@ -153,6 +157,7 @@ class PendingLoad(Pending):
 
         Raises:
             ValueError: as `payload.decode`.
+
         """
         if self.carrier is KVChecksumCarrier.CONNECTOR:
             return None if self.received is None else wire.decode(self.received)

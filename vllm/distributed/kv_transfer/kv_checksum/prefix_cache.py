@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Keeping bad KV that is served all the same away from later requests.
 
 Prefix caches and stores find KV by the hashes of a request's blocks. From the first
@@ -24,6 +25,7 @@ def disown(request: Any, first_bad_token: int, hash_block_size: int) -> None:
         request: the scheduler's request.
         first_bad_token: the first token whose KV is bad.
         hash_block_size: tokens per block hash of a request.
+
     """
     hasher = request._block_hasher
     if hasher is None:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What is said about loads that are not verified: bounded, and fit to act on.
 
 Lines for the log of the consumer's scheduler, and the text that a client gets whose
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+
 from vllm.logger import init_logger
 
 from .verdict import LoadVerdict
@@ -35,6 +37,7 @@ class Reporter:
 
     Args:
         clock: seconds that only grow.
+
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,8 +56,11 @@ class Reporter:
         """A load that is not verified.
 
         Args:
+            req_id: the request that loaded.
+            verdict: what is known of the load.
             source: where it came from.
             action: what is done about it.
+
         """
         req_id = request_name(req_id)
         if verdict.mismatched:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The rows of one step: which units are summed, for all requests at once."""
 
 from collections.abc import Mapping
@@ -31,8 +32,9 @@ def build_rows(
     """Rows of all groups: int64 ``(3, n)`` of unit, first token, valid tokens.
 
     A block's units are as many rows, one behind the other; a unit's number is that in
-    its block plus the units of all blocks of lower ids. Each group starts at an even column, so that reads of it stay 16-byte aligned. A
-    request without blocks of a group has a part of no rows.
+    its block plus the units of all blocks of lower ids. Each group starts at an even
+    column, so that reads of it stay 16-byte aligned. A request without blocks of a
+    group has a part of no rows.
     """
     tables: list[np.ndarray] = []
     segments: list[tuple[GroupView, slice]] = []

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A request's life in the scheduler, as producer and as consumer.
 
 Producer: the step that finishes a prompt's KV asks the workers to sum it
@@ -57,6 +58,7 @@ class KVChecksumScheduler:
         connector: the scheduler-side KV connector.
         kv_cache_manager: where a request's blocks are looked up.
         kv_cache_config: the KV cache groups.
+
     """
 
     def __init__(
@@ -295,6 +297,7 @@ class KVChecksumScheduler:
 
         Returns:
             By request id, how many of its first tokens need no recompute.
+
         """
         bad: dict[str, int] = {}
         if not self._recvs:
@@ -427,6 +430,7 @@ class KVChecksumScheduler:
         Args:
             outputs: lists of `EngineCoreOutput`. In vLLM 0.32 they have no place for
                 a reason; clients get a general error there.
+
         """
         errors, self._errors = self._errors, {}
         for output in chain.from_iterable(outputs) if errors else ():
@@ -440,10 +444,12 @@ class KVChecksumScheduler:
         """`request` ended: drop what is held for it, hand its payload to its carrier.
 
         Args:
+            request: the request that ended.
             params: the ``kv_transfer_params`` of its answer, or None.
 
         Returns:
             `params`, with the payload where they carry it.
+
         """
         req_id = request.request_id
         if self._recvs.pop(req_id, None) is not None:

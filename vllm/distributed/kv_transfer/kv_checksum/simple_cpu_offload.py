@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """vLLM's own host-memory offload: a checksum is one more 8-byte region per block.
 
 The manager knows blocks by id and hash alone, so its scheduler side notes, where it
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from vllm.logger import init_logger
 
 from .coverage import why_off
@@ -23,6 +25,7 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: the KV cache groups, or None if they are not planned yet.
+
     """
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum:
@@ -57,6 +60,7 @@ class StoredRuns:
             group_id: its KV cache group.
             position: its position in the request.
             block: the `KVCacheBlock`, which has a hash.
+
         """
         from vllm.v1.core.kv_cache_utils import get_block_hash
 
@@ -93,6 +97,7 @@ def drop_blocks(
         manager: the `SimpleCPUOffloadScheduler`.
         block_hashes: the request's hashes.
         bad: per KV cache group id, positions of blocks in the request.
+
     """
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
@@ -131,7 +136,9 @@ def create_block_region(
 
     Args:
         checksums: this rank's `KVChecksumWorker`.
+        kv_cache_config: the KV cache groups.
         reason: what `why_not_stored` says.
+
     """
     group_ids = kv_cache_config.prefix_cacheable_group_ids
     reason = reason or why_not_summed(checksums.skipped_anywhere, group_ids)

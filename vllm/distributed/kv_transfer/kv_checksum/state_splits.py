@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """How tensor parallelism splits the states of Mamba-like layers.
 
-Each function ending in ``_state_splits`` tells it for the states that the shape function of the same name in
-`MambaStateShapeCalculator` describes, or returns None where TP does not divide
-the sizes. Nothing here depends on the rank.
+Each function ending in ``_state_splits`` tells it for the states that the shape
+function of the same name in `MambaStateShapeCalculator` describes, or returns None
+where TP does not divide the sizes. Nothing here depends on the rank.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ def of_layer(layer: Any) -> StateSplits | None:
 
 
 def mamba1_state_splits(tp_size: int, intermediate_size: int) -> StateSplits | None:
-    """conv [x], temporal [channels]."""
+    """The conv state is [x], the temporal state [channels]."""
     channels = _share(intermediate_size, tp_size)
     if channels is None:
         return None
@@ -34,10 +35,17 @@ def mamba2_state_splits(
     num_heads: int,
     state_size: int,
 ) -> StateSplits | None:
-    """conv [x, B, C], temporal [heads]; a single group's B and C are on every rank.
+    """The conv state is [x, B, C], the temporal state [heads].
+
+    A single group's B and C are on every rank.
 
     Args:
+        tp_size: number of tensor-parallel ranks.
+        intermediate_size: channels of all ranks.
         n_groups: groups of the model, before any are added for TP; None: not known.
+        num_heads: heads of all ranks.
+        state_size: size of a head's state, per group.
+
     """
     if n_groups is None:
         return None
@@ -54,7 +62,7 @@ def mamba2_state_splits(
 def gated_delta_net_state_splits(
     tp_size: int, num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int
 ) -> StateSplits | None:
-    """conv [Q, K, V], temporal [value heads]."""
+    """The conv state is [Q, K, V], the temporal state [value heads]."""
     k_heads, v_heads = _share(num_k_heads, tp_size), _share(num_v_heads, tp_size)
     if k_heads is None or v_heads is None:
         return None

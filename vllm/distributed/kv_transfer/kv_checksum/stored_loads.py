@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Loads that bring stored checksums back, in the scheduler.
 
 The workers' entries are compared with their own sums here, because the tags that
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from vllm.logger import init_logger
 
 from .checksum import KVChecksumBlocks, KVChecksumRecord, unit_size
@@ -29,6 +31,7 @@ class StoredLoads:
         connector: the scheduler-side KV connector.
         kv_cache_config: the KV cache groups.
         hash_block_size: tokens per block hash of a request.
+
     """
 
     def __init__(
@@ -108,9 +111,13 @@ def compare_stored(
     """Compare one group, every worker on its own.
 
     Args:
+        records: what each worker summed and found stored.
+        req_id: the request that loaded.
+        group_id: the KV cache group.
         start: position of the first block that was loaded.
         hashes: the blocks' prefix hashes; their number is that of the blocks.
         units_per_block: sums of a block, which add up to what was stored.
+
     """
     result = GroupVerdict(first=start)
     bad: np.ndarray = np.zeros(len(hashes), bool)

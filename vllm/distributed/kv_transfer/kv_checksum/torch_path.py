@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The checksum in PyTorch: the reference, and what serves where nothing faster does.
 
 int64 arithmetic stands for uint64: products and sums wrap alike, and shifts are

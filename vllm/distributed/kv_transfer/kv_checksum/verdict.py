@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What comes of comparing a load.
 
 *verified* is said only of a load of which every loaded block of every group was
@@ -67,6 +68,7 @@ class GroupVerdict:
         positions: those that differ, ascending.
         detail: what does not fit, if it is unverified.
         partial: the first tokens of `first` were not, or whole blocks before it.
+
     """
 
     first: int = 0
@@ -89,6 +91,7 @@ class LoadVerdict:
         detail: more about `unverified`, for whoever looks into it.
         other_prompt: all of it is KV of another prompt, whatever the sums are.
         unbound: it is not known of which prompt it is.
+
     """
 
     groups: dict[int, GroupVerdict] = field(default_factory=dict)
@@ -129,6 +132,7 @@ class LoadVerdict:
 
         Args:
             first_token: the first token of a block, by group id and position.
+
         """
         bad = {i: g.positions for i, g in self.groups.items() if g.positions}
         return min((first_token(i, at[0]) for i, at in bad.items()), default=None)

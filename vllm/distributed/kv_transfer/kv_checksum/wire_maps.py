@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Maps in messages: a key that stands twice is refused, not settled by the last."""
 
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ def decode_map(
     Raises:
         ValueError: malformed, or it holds a key more than once, be it in different
             encodings of one number.
+
     """
     try:
         found: _Map = decoder.decode(data)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A request's life on a worker: what is summed, when, and how it reaches the host.
 
 Nothing here waits for the device on the engine step. Sums are added up on the
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from vllm.logger import init_logger
 from vllm.utils import torch_utils
 
@@ -112,6 +114,7 @@ class KVChecksumWorker:
         uniform_kv_heads: the model's KV head count if every layer shares it.
         formats: per layer name, how vLLM's layer keeps its cache; of layers that are
             not in it their specs alone tell.
+
     """
 
     def __init__(
@@ -233,6 +236,7 @@ class KVChecksumWorker:
             finished_req_ids: requests that ended since the last step.
             defer_sends: the drafter still writes KV; `finalize_step` follows.
             received: payloads that the connector received, by request id.
+
         """
         work: dict[str, KVChecksumBlocks] = {}
         if self._recvs:
@@ -270,6 +274,7 @@ class KVChecksumWorker:
 
         Raises:
             ValueError: a group is not summed here; the message says why.
+
         """
         reason = why_not_summed(self.skipped_anywhere, group_ids)
         if reason is not None:
@@ -289,6 +294,7 @@ class KVChecksumWorker:
 
         Raises:
             ValueError: no entries are kept, or hashes are malformed.
+
         """
         if self._block_checksums is None:
             raise ValueError("init_block_checksums was not called")
@@ -390,12 +396,15 @@ def _prepare_function(device: torch.device) -> _Prepare:
 def create_kv_checksum_worker(
     vllm_config: Any, connector: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> KVChecksumWorker | None:
-    """Create the worker's part and hand it to the connector; None if no load needs sums.
+    """Create the worker's part and hand it to the connector.
+
+    Return None if no load needs sums.
 
     Args:
         vllm_config: vLLM's configuration.
         connector: this worker's connector, of which nothing is read with checksums off.
         kv_caches: per layer name, its cache.
+
     """
     if not sums_blocks(vllm_config):
         return None
