@@ -15,10 +15,11 @@ class BuildWithFeature(build_py):
         if self.editable_mode:
             return
         target = Path(self.build_lib) / "vllm_kv_checksum" / "_feature"
-        target.mkdir(parents=True, exist_ok=True)
         source = Path(__file__).parent / "vllm/distributed/kv_transfer/kv_checksum"
-        for module in source.glob("*.py"):
-            shutil.copy2(module, target / module.name)
+        for module in source.rglob("*.py"):
+            copy = target / module.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(module, copy)
 
 
 setup(cmdclass={"build_py": BuildWithFeature})

@@ -27,15 +27,7 @@ from without_vllm import stand_in_for_vllm, vllm_is_installed  # noqa: E402
 
 stand_in_for_vllm()
 
-from vllm.distributed.kv_transfer.kv_checksum import (  # noqa: E402
-    group_comparison,
-    payload,
-    rows,
-)
-from vllm.distributed.kv_transfer.kv_checksum.binding import (  # noqa: E402
-    prompt_digests,
-)
-from vllm.distributed.kv_transfer.kv_checksum.blocks import Units  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum import payload  # noqa: E402
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (  # noqa: E402
     KVChecksumBlocks,
     KVChecksumGroup,
@@ -44,7 +36,13 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (  # noqa: E402
     replica_checks,
     unit_size,
 )
-from vllm.distributed.kv_transfer.kv_checksum.layout import GroupView  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum.scheduler import group_comparison  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.binding import (  # noqa: E402
+    prompt_digests,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import Units  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum.worker import rows  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import GroupView  # noqa: E402
 
 WORKERS = 8
 
@@ -97,7 +95,7 @@ def steps_of_rows(requests: int, tokens: int, size: int) -> list[Step]:
     if vllm_is_installed():
         import torch
 
-        from vllm.distributed.kv_transfer.kv_checksum.blocks import (
+        from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
             loaded_blocks,
             sent_blocks,
         )

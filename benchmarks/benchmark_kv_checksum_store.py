@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumWorker
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,

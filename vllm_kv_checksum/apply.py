@@ -127,8 +127,11 @@ def read_version(package: Path) -> str:
 
 
 def read_feature(folder: Path) -> dict[str, bytes]:
-    """The feature's modules by name."""
-    files = {p.name: p.read_bytes() for p in sorted(folder.glob("*.py"))}
+    """Read the feature's modules, by path below `folder`."""
+    files = {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*.py"))
+    }
     if not files:
         raise InstallError(f"the feature's modules are missing from {folder}")
     return files
@@ -247,8 +250,8 @@ def put_feature(package: Path, plan: Plan, source: Path, link: bool) -> None:
         folder = target.parent.stat()
         own(target, folder.st_uid, folder.st_gid)
         return
-    make_folder(target, target.parent)
     for name, data in plan.feature.items():
+        make_folder((target / name).parent, target.parent)
         write_atomically(target / name, data, package / EVERY_VLLM_HAS)
 
 

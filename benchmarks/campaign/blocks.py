@@ -13,7 +13,7 @@ import zlib
 
 import numpy as np
 
-from vllm.distributed.kv_transfer.kv_checksum.fault_damage import NotApplicable
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import NotApplicable
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
 
 from .models import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm.distributed.kv_transfer.kv_checksum.fault_damage import NotApplicable
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import NotApplicable
 
 from .models import Generator
 

@@ -19,7 +19,7 @@ import kv_checksum_instances as rig
 import kv_checksum_utils as u
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum.fault_damage import LayerCache
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import LayerCache
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MLAAttentionSpec
 

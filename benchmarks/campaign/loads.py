@@ -19,7 +19,7 @@ import numpy as np
 from kv_checksum_rig import loaded
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
-from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
     PAYLOAD_KINDS,
     NotApplicable,
     damage_payload,

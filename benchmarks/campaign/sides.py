@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumCarrier,
     KVChecksumScheduler,
 )
-from vllm.distributed.kv_transfer.kv_checksum.fault_damage import LayerCache
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import LayerCache
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks

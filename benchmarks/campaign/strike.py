@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
     KINDS,
     LayerCache,
     LoadedBlocks,

@@ -22,8 +22,8 @@ from without_vllm import stand_in_for_vllm
 
 stand_in_for_vllm()
 
-from vllm.distributed.kv_transfer.kv_checksum import torch_path  # noqa: E402
-from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import torch_reference  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView  # noqa: E402
 
 
 @dataclass
@@ -83,12 +83,12 @@ def seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
 def paths(device: str) -> dict[str, Callable[..., None]]:
     """The paths that serve on `device`, the fast one first."""
     if device == "cpu":
-        from vllm.distributed.kv_transfer.kv_checksum import cpu_path
+        from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
 
-        return {"numba": cpu_path.prepare, "torch": torch_path.prepare}
-    from vllm.distributed.kv_transfer.kv_checksum import kernels
+        return {"numba": numba_kernel.prepare, "torch": torch_reference.prepare}
+    from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import triton_kernel
 
-    return {"triton": kernels.prepare, "torch": torch_path.prepare}
+    return {"triton": triton_kernel.prepare, "torch": torch_reference.prepare}
 
 
 def other_checksums(data: Any) -> dict[str, Callable[[], Any]]:

@@ -21,13 +21,12 @@ from rig import documents, stock
 from rig.prometheus import HOW, program
 
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_checksum import (
-    KVChecksumCarrier,
-    metrics,
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier, metrics
+from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.distributed.kv_transfer.kv_checksum.connectors import (
     mooncake_store,
     simple_cpu_offload,
 )
-from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.metrics import loggers

@@ -98,7 +98,7 @@ def shared_prefix(length: int, shared: int = 320) -> list[int]:
 
 def every_fault() -> dict[str, str]:
     """Faults of every kind of damage, by the beginning of the request id."""
-    from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
+    from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
         KINDS,
         PAYLOAD_KINDS,
     )

@@ -16,7 +16,10 @@ from rig.routing import mooncake_params, prefill, prefill_decode
 from rig.servers import serving
 
 from e2e import pairs
-from vllm.distributed.kv_transfer.kv_checksum.fault_damage import KINDS, PAYLOAD_KINDS
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
+    KINDS,
+    PAYLOAD_KINDS,
+)
 
 pytestmark = pytest.mark.e2e
 

@@ -25,8 +25,8 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumScheduler,
 )
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
-from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
-from vllm.distributed.kv_transfer.kv_checksum.report import Reporter
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.binding import PromptDigests
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import Reporter
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict, Unverified
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (

@@ -14,8 +14,10 @@ import msgspec
 import zmq
 from kv_checksum_receivers import pull
 
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
-from vllm.distributed.kv_transfer.kv_checksum.mooncake_store import (
+from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake import (
+    MooncakeChecksums,
+)
+from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake_store import (
     REMOVE_MSG,
     MooncakeStoreChecksums,
 )

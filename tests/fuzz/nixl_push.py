@@ -14,7 +14,7 @@ from zlib import crc32
 import msgspec
 from kv_checksum_receivers import PushConsumer
 
-from vllm.distributed.kv_transfer.kv_checksum import nixl_push
+from vllm.distributed.kv_transfer.kv_checksum.connectors import nixl_push
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     PUSH_REG_NOTIF_PREFIX,
 )

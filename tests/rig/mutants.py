@@ -87,7 +87,7 @@ def run(mutant: Mutant, timeout: float) -> tuple[str, str]:
             "KV_CHECKSUM_MUTANT": str(told),
             "PYTHONPATH": str(Path(__file__).parent / "mutating"),
         }
-        if mutant.module.endswith(".cpu_path"):
+        if mutant.module.endswith(".numba_kernel"):
             # Compiled code is kept by file, and callers have what they call inlined.
             env["NUMBA_CACHE_DIR"] = folder
         files = [str(file) for file in mutant.test_files()]

@@ -103,7 +103,7 @@ def read_and_import(root: Path) -> None:
         if not folder.endswith("__pycache__"):
             for name in files:
                 Path(folder, name).read_bytes()
-    for name in ("wire_maps", "checksum"):
+    for name in ("payload", "checksum"):
         path = root / installer.FEATURE / f"{name}.py"
         spec = importlib.util.spec_from_file_location(name, path)
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -41,7 +41,7 @@ def test_a_mutant_that_no_test_sees_is_told_with_what_it_means(
     assert "mutants: 1 of 1 seen" in told
     assert mutants.main(["blind"]) == 1
     told = capsys.readouterr().out
-    module = "vllm.distributed.kv_transfer.kv_checksum.group_comparison"
+    module = "vllm.distributed.kv_transfer.kv_checksum.scheduler.group_comparison"
     assert f"blind SURVIVED in {module}" in told
     assert blind.why in told and "mutants: 0 of 1 seen" in told
 

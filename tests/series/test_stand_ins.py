@@ -124,6 +124,6 @@ def test_a_configuration_may_lack_the_transfer():
 
 
 def test_an_engine_s_configuration_may_lack_the_transfer():
-    from vllm.distributed.kv_transfer.kv_checksum import coverage
+    from vllm.distributed.kv_transfer.kv_checksum import support
 
-    coverage.refuse_unchecked(Unconfigured(), None)
+    support.refuse_unchecked(Unconfigured(), None)

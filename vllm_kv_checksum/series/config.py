@@ -52,25 +52,23 @@ with vllm_config.function("VllmConfig.__post_init__") as f:
         "self._post_init_kv_transfer_config()",
         """
         if self.kv_transfer_config and self.kv_transfer_config.kv_checksum_fail_closed:
-            from vllm.distributed.kv_transfer.kv_checksum import coverage
+            from vllm.distributed.kv_transfer.kv_checksum import support
 
-            coverage.refuse_unchecked(self)
+            support.refuse_unchecked(self)
         """,
     )
 
 engine_core = Module("v1/engine/core.py")
-engine_core.imports("from vllm.distributed.kv_transfer.kv_checksum import coverage")
+engine_core.imports("from vllm.distributed.kv_transfer.kv_checksum import support")
 with engine_core.function("EngineCore._initialize_kv_caches") as f:
     f.after(
         assign("scheduler_kv_cache_config"),
-        "coverage.refuse_unchecked(vllm_config, scheduler_kv_cache_config)",
+        "support.refuse_unchecked(vllm_config, scheduler_kv_cache_config)",
     )
     f.after(
         "self.model_executor.initialize_from_config(kv_cache_configs)",
         """
-        coverage.ask_workers(
-            vllm_config, scheduler_kv_cache_config, self.model_executor
-        )
+        support.ask_workers(vllm_config, scheduler_kv_cache_config, self.model_executor)
         """,
     )
 

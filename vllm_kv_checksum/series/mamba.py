@@ -3,8 +3,7 @@
 From a rank's shapes alone it cannot be told which rows of a state it holds, nor that
 several ranks hold the same ones. So `MambaSpec` carries the splits, filled from the
 layers: Mamba1, Mamba2 and gated delta nets know theirs, other layers answer None. The
-arithmetic is the feature's (`state_splits`). The splits are the same on every rank, as
-vLLM compares specs over ranks.
+splits are the same on every rank, as vLLM compares specs over ranks.
 """
 
 from ..edits import Module, assign
@@ -46,7 +45,7 @@ with interface.cls("MambaSpec") as c:
 abstract = Module("model_executor/layers/mamba/abstract.py")
 abstract.imports(
     """
-    from vllm.distributed.kv_transfer.kv_checksum import state_splits
+    from vllm.model_executor.layers.mamba.mamba_utils import get_layer_state_splits
     from vllm.v1.kv_cache_interface import MambaStateSplit
     """
 )
@@ -60,20 +59,105 @@ with abstract.cls("MambaBase") as c:
         ''',
     )
 with abstract.function("MambaBase.get_kv_cache_spec") as f:
-    f.keyword("MambaSpec", "state_splits=state_splits.of_layer(self)")
+    f.keyword("MambaSpec", "state_splits=get_layer_state_splits(self)")
 
 calculator = Module("model_executor/layers/mamba/mamba_utils.py")
-calculator.imports("from vllm.distributed.kv_transfer.kv_checksum import state_splits")
-with calculator.cls("MambaStateShapeCalculator") as c:
-    c.prepend(
-        """
-        mamba1_state_splits = staticmethod(state_splits.mamba1_state_splits)
-        mamba2_state_splits = staticmethod(state_splits.mamba2_state_splits)
-        gated_delta_net_state_splits = staticmethod(
-            state_splits.gated_delta_net_state_splits
-        )
+calculator.imports(
+    """
+    from typing import Any
+    from vllm.v1.kv_cache_interface import MambaStateSplit
+    """
+)
+calculator.define(
+    "MambaStateShapeCalculator",
+    '''
+    StateSplits: TypeAlias = tuple[MambaStateSplit, ...]
 
-        """
+
+    def get_layer_state_splits(layer: Any) -> StateSplits | None:
+        """Return how TP splits a layer's states, or None if the layer does not tell."""
+        tell = getattr(layer, "get_state_splits", None)
+        return None if tell is None else tell()
+
+
+    def _tp_share(size: int, tp_size: int) -> int | None:
+        """Return a rank's share of `size`, or None if TP does not divide it."""
+        return None if size % tp_size else size // tp_size
+
+
+    def _state_splits(conv: tuple[tuple[int, int], ...], temporal: int) -> StateSplits:
+        """Build the splits of a conv state's channels and a temporal state's rows."""
+        axis = 0 if is_conv_state_dim_first() else 1
+        return MambaStateSplit(axis, conv), MambaStateSplit(0, ((temporal, 1),))
+    ''',
+)
+# The three are named after the functions that give the shapes of the same states.
+with calculator.cls("MambaStateShapeCalculator") as c:
+    c.method(
+        '''
+        @staticmethod
+        def mamba1_state_splits(tp_size: int, intermediate_size: int) -> StateSplits | None:
+            """Return the splits of a conv state [x] and a temporal state [channels].
+
+            None where TP does not divide the sizes; the same on every rank.
+            """
+            channels = _tp_share(intermediate_size, tp_size)
+            if channels is None:
+                return None
+            return _state_splits(((channels, 1),), channels)
+
+        @staticmethod
+        def mamba2_state_splits(
+            tp_size: int,
+            intermediate_size: int,
+            n_groups: int | None,
+            num_heads: int,
+            state_size: int,
+        ) -> StateSplits | None:
+            """Return the splits of a conv state [x, B, C] and a temporal state [heads].
+
+            A single group's B and C are on every rank.
+
+            Args:
+                tp_size: number of tensor-parallel ranks.
+                intermediate_size: channels of all ranks.
+                n_groups: groups of the model, before any are added for TP; None: not
+                    known.
+                num_heads: heads of all ranks.
+                state_size: size of a head's state, per group.
+
+            """
+            if n_groups is None:
+                return None
+            inner = _tp_share(intermediate_size, tp_size)
+            heads = _tp_share(num_heads, tp_size)
+            groups, replicas = _tp_share(n_groups, tp_size), 1
+            if n_groups == 1:
+                groups, replicas = 1, tp_size
+            if inner is None or heads is None or groups is None:
+                return None
+            bc = (groups * state_size, replicas)
+            return _state_splits(((inner, 1), bc, bc), heads)
+
+        @staticmethod
+        def gated_delta_net_state_splits(
+            tp_size: int,
+            num_k_heads: int,
+            num_v_heads: int,
+            head_k_dim: int,
+            head_v_dim: int,
+        ) -> StateSplits | None:
+            """Return the splits of a conv state [Q, K, V] and a temporal state [V heads].
+
+            None where TP does not divide the heads.
+            """
+            k_heads = _tp_share(num_k_heads, tp_size)
+            v_heads = _tp_share(num_v_heads, tp_size)
+            if k_heads is None or v_heads is None:
+                return None
+            keys, values = (k_heads * head_k_dim, 1), (v_heads * head_v_dim, 1)
+            return _state_splits((keys, keys, values), v_heads)
+        '''
     )
 
 mixer = Module("model_executor/layers/mamba/mamba_mixer.py")

@@ -13,13 +13,10 @@ mooncake = Module(
     "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 )
 mooncake.imports(
-    "from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier"
-)
-mooncake.imports(
-    "from vllm.distributed.kv_transfer.kv_checksum.mooncake import (\n"
-    "    create_mooncake_checksums,\n"
-    "    mooncake_carrier,\n"
-    ")"
+    """
+    from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
+    from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake import create_mooncake_checksums, mooncake_carrier
+    """
 )
 with mooncake.cls("MooncakeXferResponse") as c:
     c.after(

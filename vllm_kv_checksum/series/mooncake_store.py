@@ -14,7 +14,7 @@ _PATH = "distributed/kv_transfer/kv_connector/v1/mooncake/store"
 connector = Module(f"{_PATH}/connector.py")
 connector.imports(
     """
-    from vllm.distributed.kv_transfer.kv_checksum import mooncake_store as kv_checksums
+    from vllm.distributed.kv_transfer.kv_checksum.connectors import mooncake_store as kv_checksums
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     """
 )
@@ -48,7 +48,7 @@ with connector.cls("MooncakeStoreConnector") as c:
 
 worker = Module(f"{_PATH}/worker.py")
 worker.imports(
-    "from vllm.distributed.kv_transfer.kv_checksum.mooncake_store import REMOVE_MSG"
+    "from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake_store import REMOVE_MSG"
 )
 with worker.cls("MooncakeStoreWorker") as c:
     c.prepend("kv_checksums = None\n\n")

@@ -7,12 +7,13 @@ received payloads are merged.
 from ..edits import Module, assign
 
 multi = Module("distributed/kv_transfer/kv_connector/v1/multi_connector.py")
-multi.imports("from collections.abc import Collection")
 multi.imports(
-    "from vllm.distributed.kv_transfer.kv_checksum import (\n"
-    "    KVChecksumCarrier,\n"
-    "    multi_connector,\n"
-    ")"
+    """
+    from collections.abc import Collection
+
+    from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier, support
+    from vllm.distributed.kv_transfer.kv_checksum.connectors import multi_connector
+    """
 )
 with multi.function("MultiConnector._get_connector_classes_and_configs") as f:
     f.after(
@@ -53,7 +54,7 @@ with multi.cls("MultiConnector") as c:
                 connector.set_kv_checksum_worker(worker)
 
         def get_kv_checksum_sources(self, request: "Request") -> Collection[CacheHitSource]:
-            connector = multi_connector.serving_connector(self, request)
+            connector = support.serving_connector(self, request)
             if connector is self:
                 return ()
             return connector.get_kv_checksum_sources(request)
@@ -61,7 +62,7 @@ with multi.cls("MultiConnector") as c:
         def on_kv_checksum_failure(
             self, request: "Request", mismatches: dict[int, list[int]]
         ) -> None:
-            connector = multi_connector.serving_connector(self, request)
+            connector = support.serving_connector(self, request)
             if connector is not self:
                 connector.on_kv_checksum_failure(request, mismatches)
 

@@ -39,12 +39,15 @@ with connector.cls("NixlPushConnector") as c:
 
 scheduler = Module(_NIXL + "push_scheduler.py")
 scheduler.imports(
-    "from vllm.distributed.kv_transfer.kv_checksum import coverage, nixl_push"
+    """
+    from vllm.distributed.kv_transfer.kv_checksum import support
+    from vllm.distributed.kv_transfer.kv_checksum.connectors import nixl_push
+    """
 )
 with scheduler.function("NixlPushConnectorScheduler.__init__") as f:
     f.after(
         assign("self._newly_finished_push_blocks"),
-        "self._asks_for_kv_checksums = coverage.sums_blocks(vllm_config)",
+        "self._asks_for_kv_checksums = support.sums_blocks(vllm_config)",
     )
 with scheduler.function("NixlPushConnectorScheduler.update_state_after_alloc") as f:
     f.after(
@@ -88,9 +91,7 @@ with scheduler.cls("NixlPushConnectorScheduler") as c:
 
 worker = Module(_NIXL + "push_worker.py")
 worker.imports(
-    "from vllm.distributed.kv_transfer.kv_checksum.nixl_push import (\n"
-    "    create_nixl_push_checksums,\n"
-    ")"
+    "from vllm.distributed.kv_transfer.kv_checksum.connectors.nixl_push import create_nixl_push_checksums"
 )
 with worker.cls("NixlPushConnectorWorker") as c:
     c.prepend("kv_checksums = None\n\n")

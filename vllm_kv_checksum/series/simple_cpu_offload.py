@@ -8,11 +8,7 @@ in the step's metadata.
 from ..edits import Module, assign
 from .base import NOT_STORED_YET, STORED_BY_CONNECTOR
 
-_IMPORT = (
-    "from vllm.distributed.kv_transfer.kv_checksum import (\n"
-    "    simple_cpu_offload as kv_checksums,\n"
-    ")"
-)
+_IMPORT = "from vllm.distributed.kv_transfer.kv_checksum.connectors import simple_cpu_offload as kv_checksums"
 
 connector = Module(
     "distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py"
@@ -49,9 +45,7 @@ with connector.cls("SimpleCPUOffloadConnector") as c:
     )
 
 metadata = Module("v1/simple_kv_offload/metadata.py")
-metadata.imports(
-    "from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun"
-)
+metadata.imports("from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun")
 with metadata.cls("SimpleCPUOffloadMetadata") as c:
     c.after(
         "need_flush: bool = False",

@@ -35,7 +35,8 @@ def apply() -> None:
     on_import("vllm.platforms.cpu", async_scheduling)
     on_import("torch.cpu", no_amx)
     on_import(
-        "vllm.distributed.kv_transfer.kv_checksum.worker", skip_the_groups_of_one_rank
+        "vllm.distributed.kv_transfer.kv_checksum.worker.worker",
+        skip_the_groups_of_one_rank,
     )
     on_import("nixl_cu12._api", slow_nixl_progress_thread)
     on_import(

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.checksum import slice_factor
-from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView, integer_view
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    LayerView,
+    integer_view,
+)
 
 
 def factors_of(layer, heads, first_head=0):

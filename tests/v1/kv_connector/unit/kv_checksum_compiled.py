@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from vllm.distributed.kv_transfer.kv_checksum import kernels
-from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import triton_kernel
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -51,7 +51,7 @@ def layer_of(shape, *, token_major=False, piece_bytes=8, num_blocks=4):
 
 
 def compiled(layer: LayerView, target: GPUTarget):
-    fn = kernels._layer_checksum_kernel
+    fn = triton_kernel._layer_checksum_kernel
     types = {
         "addresses": "*i64",
         "rows": "*i64",
@@ -61,8 +61,11 @@ def compiled(layer: LayerView, target: GPUTarget):
         "out_stride": "i32",
     }
     signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
-    constants = kernels.kernel_constants(layer)
-    options = {"num_warps": kernels._NUM_WARPS, "num_stages": kernels._NUM_STAGES}
+    constants = triton_kernel.kernel_constants(layer)
+    options = {
+        "num_warps": triton_kernel._NUM_WARPS,
+        "num_stages": triton_kernel._NUM_STAGES,
+    }
     source = ASTSource(fn, signature, constants)
     return triton.compile(source, target=target, options=options)
 
@@ -119,7 +122,7 @@ def amd_report(layer: LayerView, target: GPUTarget) -> dict[str, float]:
 def variants() -> dict[str, int]:
     """Compiled variants that launches over many layers and rows need."""
     backend = make_backend(TARGETS["sm_90"])
-    fn = kernels._layer_checksum_kernel
+    fn = triton_kernel._layer_checksum_kernel
     binder = create_function_from_signature(fn.signature, fn.params, backend)
     keys: set[str] = set()
 
@@ -130,14 +133,14 @@ def variants() -> dict[str, int]:
     def many(layers: list[LayerView]) -> int:
         keys.clear()
         for number in range(1, len(layers) + 1):
-            sum_rows = kernels.prepare(layers[:number])
+            sum_rows = triton_kernel.prepare(layers[:number])
             for rows in (1, 2, 7, 16, 33):
                 table = torch.zeros((3, rows + number), dtype=torch.int64)
                 out = torch.zeros((rows, 1 + number % 3), dtype=torch.int64)
                 sum_rows(table[:, number:], out[:, number % 3])
         return len(keys)
 
-    kernels._layer_checksum_kernel = type(
+    triton_kernel._layer_checksum_kernel = type(
         "Recorder", (), {"__getitem__": lambda self, grid: launch}
     )()
     one = (1, 8, 16, 64)
@@ -145,7 +148,7 @@ def variants() -> dict[str, int]:
         "one shape": many([layer_of(one) for _ in range(6)]),
         "two shapes": many([layer_of(one), layer_of((1, 1, 64, 144))]),
     }
-    kernels._layer_checksum_kernel = fn
+    triton_kernel._layer_checksum_kernel = fn
     return result
 
 

@@ -18,13 +18,13 @@ import kv_checksum_utils as u
 import numpy as np
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
-from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     GroupChecksums,
     KVChecksumPayload,
     encode,
     encode_text,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.binding import PromptDigests
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,

@@ -6,8 +6,10 @@ import queue
 from collections import Counter
 from types import SimpleNamespace
 
-from vllm.distributed.kv_transfer.kv_checksum import nixl_push
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
+from vllm.distributed.kv_transfer.kv_checksum.connectors import nixl_push
+from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake import (
+    MooncakeChecksums,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )

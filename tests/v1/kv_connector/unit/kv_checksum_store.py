@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import kv_checksum_instances as rig
 
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,

@@ -17,8 +17,12 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KV_TRANSFER_PARAMS_KEY,
     KVChecksumCarrier,
 )
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
-from vllm.distributed.kv_transfer.kv_checksum.nixl_push import NixlPushChecksums
+from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake import (
+    MooncakeChecksums,
+)
+from vllm.distributed.kv_transfer.kv_checksum.connectors.nixl_push import (
+    NixlPushChecksums,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )

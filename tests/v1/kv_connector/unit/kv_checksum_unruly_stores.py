@@ -5,7 +5,7 @@
 import kv_checksum_store as store
 from kv_checksum_unruly import Unruly
 
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )

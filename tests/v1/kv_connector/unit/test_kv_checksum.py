@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, torch_path
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     checksum_terms,
     slice_factor,
 )
-from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView, integer_view
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import torch_reference
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    LayerView,
+    integer_view,
+)
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 VECTORS = json.loads(
@@ -65,7 +69,7 @@ def torch_sums(case_layers: dict[int, np.ndarray], rows: torch.Tensor) -> list[i
     """Per block, from `rows` of all of its units."""
     out = torch.zeros(rows.shape[1], dtype=torch.int64)
     for layer, blocks in case_layers.items():
-        torch_path.prepare([view_of(blocks, layer)])(rows, out)
+        torch_reference.prepare([view_of(blocks, layer)])(rows, out)
     sums = [int(v) for v in out.numpy().view(np.uint64)]
     return reference.by_blocks(sums, next(iter(case_layers.values())).shape[2])
 
@@ -118,7 +122,7 @@ def test_chunked_gathers_agree(limit, monkeypatch):
     case = next(c for c in VECTORS if c["name"] == "suffix")
     layers = {n: vector_blocks(case, n) for n in case["layers"]}
     rows = rows_for(case["start"], case["blocks"], 16, case["num_tokens"])
-    monkeypatch.setattr(torch_path, "_MAX_GATHER_BYTES", limit)
+    monkeypatch.setattr(torch_reference, "_MAX_GATHER_BYTES", limit)
     assert torch_sums(layers, rows) == [int(v, 16) for v in case["expected"]]
 
 
@@ -129,13 +133,13 @@ def test_transient_memory_is_bounded():
     rows = rows_for(0, 64, 16, 64 * 16).repeat(1, 100)
     out = torch.zeros(rows.shape[1], dtype=torch.int64)
     with torch.profiler.profile(profile_memory=True) as profile:
-        torch_path.prepare([view])(rows, out)
+        torch_reference.prepare([view])(rows, out)
     alive = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             alive += event.nbytes()
             peak = max(peak, alive)
-    assert 0 < peak <= torch_path._MAX_GATHER_BYTES
+    assert 0 < peak <= torch_reference._MAX_GATHER_BYTES
 
 
 def test_two_small_blocks_add_up_to_a_large_one():

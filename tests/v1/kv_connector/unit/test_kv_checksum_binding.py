@@ -12,7 +12,7 @@ import kv_checksum_utils as u
 import pytest
 from kv_checksum_instances import load, pair, tokens
 
-from vllm.distributed.kv_transfer.kv_checksum.binding import (
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.binding import (
     inputs_digest,
     prompt_digests,
 )
@@ -69,7 +69,7 @@ def test_numbers_that_are_no_token_ids_raise_nothing(token):
 def test_it_is_the_same_in_every_process():
     code = (
         "from types import SimpleNamespace as N\n"
-        "from vllm.distributed.kv_transfer.kv_checksum.binding import *\n"
+        "from vllm.distributed.kv_transfer.kv_checksum.scheduler.binding import *\n"
         "r = N(prompt_embeds=None, prompt_token_ids=list(range(99)),\n"
         "      mm_features=[], lora_request=N(lora_name='a'))\n"
         "print(*prompt_digests(r, 99), inputs_digest(r, 99))"

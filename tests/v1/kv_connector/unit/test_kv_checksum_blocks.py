@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.distributed.kv_transfer.kv_checksum.blocks import (
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     Units,
     blocks_given_up,
     loaded_blocks,

@@ -11,7 +11,8 @@ import pytest
 from campaign import blocks, loads
 from campaign.tally import CHECK, CLEAN, Tally
 
-from vllm.distributed.kv_transfer.kv_checksum import cpu_path, scheduler
+from vllm.distributed.kv_transfer.kv_checksum.scheduler import scheduler
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
 
 CHECKS = {
     "blocks": (blocks.AS_A_WHOLE, blocks.SETS),
@@ -66,7 +67,7 @@ def test_a_batch_is_the_same_whatever_ran_before():
 
 
 def weaken(monkeypatch, spoil):
-    prepare = cpu_path.prepare
+    prepare = numba_kernel.prepare
 
     def weak(layers):
         exact = prepare(layers)
@@ -77,7 +78,7 @@ def weaken(monkeypatch, spoil):
 
         return sum_rows
 
-    monkeypatch.setattr(cpu_path, "prepare", weak)
+    monkeypatch.setattr(numba_kernel, "prepare", weak)
 
 
 def test_a_weak_checksum_does_not_pass(monkeypatch):

@@ -27,12 +27,15 @@ from kv_checksum_cells import (  # noqa: E402
     view,
 )
 
-from vllm.distributed.kv_transfer.kv_checksum import kernels, torch_path  # noqa: E402
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import (  # noqa: E402
+    torch_reference,
+    triton_kernel,
+)
 
 needs_vllm = pytest.mark.skipif(not vllm_is_installed(), reason="needs vLLM")
 
 
-@pytest.mark.parametrize("prepare", [kernels.prepare, torch_path.prepare])
+@pytest.mark.parametrize("prepare", [triton_kernel.prepare, torch_reference.prepare])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_definitions_value(prepare, shape, layout):

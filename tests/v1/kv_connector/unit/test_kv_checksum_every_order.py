@@ -16,7 +16,7 @@ import pytest
 from kv_checksum_order_site import MODES, Setup
 from kv_checksum_orders import walk
 
-from vllm.distributed.kv_transfer.kv_checksum.pending import Pending
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import Pending
 
 ASYNC_CARRIERS = ("kv_transfer_params", "connector", "stored", "none")
 

@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, payload
-from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.connector import (
+    Fault,
+    KVChecksumFaultDrill,
+    _drilled,
+    drill_faults,
+    drill_options,
+    wrapped_connector,
+)
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
     KINDS,
     PAYLOAD_KINDS,
     LayerCache,
@@ -24,15 +32,10 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_damage import (
     damage_payload,
     inflict,
 )
-from vllm.distributed.kv_transfer.kv_checksum.fault_drill import (
-    Fault,
-    KVChecksumFaultDrill,
-    _drilled,
-    drill_faults,
-    drill_options,
-    wrapped_connector,
+from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (
+    LayerFormat,
+    TokenOrder,
 )
-from vllm.distributed.kv_transfer.kv_checksum.formats import LayerFormat, TokenOrder
 
 TOKENS, HEADS, HEAD_SIZE, NUM_BLOCKS = 16, 4, 32, 12
 IDS, OTHERS = [3, 7, 5], [8, 9]

@@ -13,22 +13,23 @@ import pytest
 import torch
 from kv_checksum_states import DTYPES, FAMILIES
 
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, formats
-from vllm.distributed.kv_transfer.kv_checksum.blocks import Units
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     add_records,
     replica_checks,
 )
-from vllm.distributed.kv_transfer.kv_checksum.group_comparison import (
-    LocalGroup,
-    judge,
-)
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     GroupChecksums,
     KVChecksumPayload,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import Units
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.group_comparison import (
+    LocalGroup,
+    judge,
+)
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
+from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum import formats
+from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )

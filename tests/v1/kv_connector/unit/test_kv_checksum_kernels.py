@@ -21,13 +21,17 @@ from kv_checksum_cells import (
     view,
 )
 
-from vllm.distributed.kv_transfer.kv_checksum import cpu_path, kernels, torch_path
-from vllm.distributed.kv_transfer.kv_checksum.layout import LayerView, SkipGroup
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import (
+    numba_kernel,
+    torch_reference,
+    triton_kernel,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView, SkipGroup
 
 IMPLEMENTATIONS = {
-    "torch": torch_path.prepare,
-    "numba": cpu_path.prepare,
-    "triton": kernels.prepare,
+    "torch": torch_reference.prepare,
+    "numba": numba_kernel.prepare,
+    "triton": triton_kernel.prepare,
 }
 
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import vllm.models
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, formats, worker
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
+from vllm.distributed.kv_transfer.kv_checksum.worker import formats, worker
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,

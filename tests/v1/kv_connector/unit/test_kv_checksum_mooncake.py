@@ -11,7 +11,9 @@ import pytest
 from kv_checksum_receivers import MooncakeReceiver, pull
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import MooncakeChecksums
+from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake import (
+    MooncakeChecksums,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )

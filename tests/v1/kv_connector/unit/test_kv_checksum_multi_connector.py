@@ -10,7 +10,7 @@ import kv_checksum_transports as transports
 import pytest
 from kv_checksum_instances import load, tokens
 
-from vllm.distributed.kv_transfer.kv_checksum import enable
+from vllm.distributed.kv_transfer.kv_checksum.scheduler import factory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -209,7 +209,7 @@ def test_startup_says_of_every_connector_inside_what_becomes_of_its_loads(
         "_derive_cpu_config",
         staticmethod(lambda gpu_config, *args: gpu_config),
     )
-    caplog.set_level(logging.INFO, enable.logger.name)
+    caplog.set_level(logging.INFO, factory.logger.name)
     order = [*CHILDREN.values()]
     children, lines = zip(*order[first:], *order[:first], strict=True)
     multi(model, "kv_both", "push", list(children))

@@ -18,20 +18,22 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumGroup,
     KVChecksumRecord,
     KVChecksumScheduled,
+)
+from vllm.distributed.kv_transfer.kv_checksum.connectors import (
     mooncake_store,
     simple_cpu_offload,
-    torch_path,
 )
-from vllm.distributed.kv_transfer.kv_checksum.offload import (
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import (
+    StoredLoads,
+    compare_stored,
+)
+from vllm.distributed.kv_transfer.kv_checksum.stored import (
     BlockRun,
     block_checksum_tags,
     hashes_of_blocks,
 )
-from vllm.distributed.kv_transfer.kv_checksum.stored_loads import (
-    StoredLoads,
-    compare_stored,
-)
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import torch_reference
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
@@ -273,7 +275,7 @@ def test_saving_and_loading_never_wait_for_the_device():
     worker._block_checksums = worker._block_checksums.as_subclass(SyncingTensor)
     for layer in worker.groups[0].layers:
         layer.blocks = layer.blocks.as_subclass(SyncingTensor)
-    worker._prepare(torch_path.prepare)  # what a device runs
+    worker._prepare(torch_reference.prepare)  # what a device runs
     blocks = KVChecksumBlocks(32, {0: (0, [3, 4])}, stored=True)
     worker.save_block_checksums([BlockRun(0, 0, [3, 4], HASHES[:2])])
     worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))

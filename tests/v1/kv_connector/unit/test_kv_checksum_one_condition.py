@@ -11,14 +11,18 @@ import vllm.envs as envs
 from vllm.distributed.kv_transfer.kv_checksum import (
     create_kv_checksum_scheduler,
     create_kv_checksum_worker,
+)
+from vllm.distributed.kv_transfer.kv_checksum.connectors import (
     mooncake_store,
     simple_cpu_offload,
 )
-from vllm.distributed.kv_transfer.kv_checksum.coverage import sums_blocks
-from vllm.distributed.kv_transfer.kv_checksum.mooncake import create_mooncake_checksums
-from vllm.distributed.kv_transfer.kv_checksum.nixl_push import (
+from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake import (
+    create_mooncake_checksums,
+)
+from vllm.distributed.kv_transfer.kv_checksum.connectors.nixl_push import (
     create_nixl_push_checksums,
 )
+from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.worker.gpu import kv_connector as runner
 

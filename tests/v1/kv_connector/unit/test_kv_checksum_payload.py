@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
-from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     GroupChecksums,
     KVChecksumPayload,
     OtherCopies,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.binding import PromptDigests
 
 
 def make(num_tokens=100, unit_size=16, start=0, groups=2) -> KVChecksumPayload:

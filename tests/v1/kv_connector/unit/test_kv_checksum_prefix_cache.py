@@ -12,7 +12,7 @@ import kv_checksum_store as store
 import pytest
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum.prefix_cache import disown
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.prefix_cache import disown
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.utils.hashing import sha256, sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

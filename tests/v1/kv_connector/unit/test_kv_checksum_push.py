@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from kv_checksum_receivers import PushConsumer
 
-from vllm.distributed.kv_transfer.kv_checksum import nixl_push
+from vllm.distributed.kv_transfer.kv_checksum.connectors import nixl_push
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
     compute_nixl_compatibility_hash,

@@ -15,7 +15,7 @@ import kv_checksum_real_workers as real
 import pytest
 from kv_checksum_instances import tokens
 
-from vllm.distributed.kv_transfer.kv_checksum import fault_damage
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill import damage
 from vllm.v1.engine import FinishReason
 
 NUM_BLOCKS = 1500
@@ -225,19 +225,17 @@ def damage_with(kind, others):
     def damage(instance, req_id, block_ids):
         group = instance.kv_config.kv_cache_groups[0]
         layers = [
-            fault_damage.LayerCache(instance.kv[n], instance.num_blocks)
+            damage.LayerCache(instance.kv[n], instance.num_blocks)
             for n, _ in enumerate(group.layer_names)
         ]
         num_tokens = instance.scheduler.requests[req_id].num_prompt_tokens
-        loaded = fault_damage.LoadedBlocks(
-            layers, list(block_ids), 0, num_tokens, others
-        )
-        fault_damage.inflict(kind, loaded)
+        loaded = damage.LoadedBlocks(layers, list(block_ids), 0, num_tokens, others)
+        damage.inflict(kind, loaded)
 
     return damage
 
 
-@pytest.mark.parametrize("kind", fault_damage.KINDS)
+@pytest.mark.parametrize("kind", damage.KINDS)
 def test_damage_to_loaded_kv_is_seen(pair, kind):
     p, d = pair
     d.damage = damage_with(kind, others=[NUM_BLOCKS - 2, NUM_BLOCKS - 3])
@@ -245,13 +243,13 @@ def test_damage_to_loaded_kv_is_seen(pair, kind):
     assert d.loads("mismatch") == 1
 
 
-@pytest.mark.parametrize("kind", fault_damage.PAYLOAD_KINDS)
+@pytest.mark.parametrize("kind", damage.PAYLOAD_KINDS)
 def test_damage_to_payloads_is_seen(pair, kind):
     p, d = pair
     other = []
     p.alter = lambda data: other.append(data) or data
     load(p, d, tokens(100, next(_numbers)))
-    p.alter = lambda data: fault_damage.damage_payload(kind, data, other[0])
+    p.alter = lambda data: damage.damage_payload(kind, data, other[0])
     load(p, d, tokens(100, next(_numbers)))
     seen = "mismatch" if kind == "other_request_payload" else "unverified"
     assert (d.loads("verified"), d.loads(seen)) == (1, 1)

@@ -9,13 +9,13 @@ import kv_checksum_utils as u
 import pytest
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum.cells import COVERED_SPECS
-from vllm.distributed.kv_transfer.kv_checksum.layout import (
+from vllm.distributed.kv_transfer.kv_checksum.worker.attention import COVERED_SPECS
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     Sharding,
     SkipGroup,
     head_placement,
 )
-from vllm.distributed.kv_transfer.kv_checksum.worker import _uniform_kv_heads
+from vllm.distributed.kv_transfer.kv_checksum.worker.worker import _uniform_kv_heads
 from vllm.v1 import kv_cache_interface as interface
 
 try:

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from kv_checksum_instances import RequestStatus, pair
 
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, enable, report
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
-from vllm.distributed.kv_transfer.kv_checksum.pending import PendingLoad
+from vllm.distributed.kv_transfer.kv_checksum.scheduler import factory, report
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import PendingLoad
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Difference,
     GroupVerdict,
@@ -53,7 +54,7 @@ def test_the_sending_engine_is_named_as_far_as_it_is_known(params, said):
 def test_startup_says_how_checksums_are_carried_and_what_a_bad_load_leads_to(
     model, transport, log, caplog
 ):
-    caplog.set_level(logging.INFO, enable.logger.name)
+    caplog.set_level(logging.INFO, factory.logger.name)
     p, d = pair(model, None, dict(kv_checksum_fail_closed=True), transport=transport)
     on = [x for x in log if x.startswith("INFO KV checksums are on")]
     carried = f"carried by {d.transport.carrier.value}, "

@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
     KVChecksumScheduled,
 )
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
-from vllm.distributed.kv_transfer.kv_checksum.rows import build_rows
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.worker.rows import build_rows
 
 NOTHING = ([], (), np.zeros(0, np.int64), np.zeros(0))
 

@@ -13,7 +13,7 @@ import torch
 from kv_checksum_instances import load, pair, tokens
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
-from vllm.distributed.kv_transfer.kv_checksum.binding import PromptDigests
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.binding import PromptDigests
 from vllm.v1.engine import FinishReason
 
 MODES = {

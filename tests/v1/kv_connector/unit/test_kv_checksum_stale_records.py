@@ -23,9 +23,14 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumRecord,
     KVChecksumScheduled,
 )
-from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
-from vllm.distributed.kv_transfer.kv_checksum.pending import NotComparable, Pending
-from vllm.distributed.kv_transfer.kv_checksum.stored_loads import compare_stored
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
+    NotComparable,
+    Pending,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import (
+    compare_stored,
+)
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 

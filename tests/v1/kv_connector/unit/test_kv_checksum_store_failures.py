@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from rig.mooncake_store import HOST, SEGMENT, MooncakeStore
 
-from vllm.distributed.kv_transfer.kv_checksum.mooncake_store import (
+from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake_store import (
     MooncakeStoreChecksums,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (

@@ -5,16 +5,16 @@
 import numpy as np
 import pytest
 
-from vllm.distributed.kv_transfer.kv_checksum.blocks import Units
-from vllm.distributed.kv_transfer.kv_checksum.group_comparison import (
-    LocalGroup,
-    compare_group,
-    judge,
-)
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     GroupChecksums,
     KVChecksumPayload,
     OtherCopies,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import Units
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.group_comparison import (
+    LocalGroup,
+    compare_group,
+    judge,
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Difference,

@@ -13,12 +13,15 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
     KVChecksumOutput,
     KVChecksumScheduled,
-    torch_path,
 )
-from vllm.distributed.kv_transfer.kv_checksum import worker as worker_module
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
-from vllm.distributed.kv_transfer.kv_checksum.formats import LayerFormat, TokenOrder
-from vllm.distributed.kv_transfer.kv_checksum.rows import build_rows
+from vllm.distributed.kv_transfer.kv_checksum.worker import worker as worker_module
+from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (
+    LayerFormat,
+    TokenOrder,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import torch_reference
+from vllm.distributed.kv_transfer.kv_checksum.worker.rows import build_rows
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -99,7 +102,7 @@ def test_both_paths_agree_where_a_pieces_bytes_lie_apart(order, mode):
     w = u.worker(u.config(8, (caches, spec)), caches, formats=formats)
     blocks = KVChecksumBlocks(32 * 4 - 7, {0: (1, [5, 2, 7])})
     compiled = u.values_of(u.send_record(w, blocks))
-    w._prepare(torch_path.prepare)
+    w._prepare(torch_reference.prepare)
     assert u.values_of(u.send_record(w, blocks)) == compiled
 
 
@@ -107,9 +110,9 @@ def test_chunked_gathers(monkeypatch):
     spec = u.full_spec()
     caches = layer_caches(spec)
     w = u.worker(u.config(8, (named(caches), spec)), named(caches))
-    w._prepare(torch_path.prepare)
+    w._prepare(torch_reference.prepare)
     whole = u.values_of(u.send_record(w, BLOCKS))
-    monkeypatch.setattr(torch_path, "_MAX_GATHER_BYTES", 1)
+    monkeypatch.setattr(torch_reference, "_MAX_GATHER_BYTES", 1)
     assert u.values_of(u.send_record(w, BLOCKS)) == whole
 
 
@@ -505,7 +508,7 @@ def test_the_engine_step_never_waits_for_the_device():
         for layer in group.layers:
             layer.blocks = layer.blocks.as_subclass(SyncingTensor)
             layer.factors = layer.factors.as_subclass(SyncingTensor)
-    w._prepare(torch_path.prepare)  # what a device runs; numba reads host memory
+    w._prepare(torch_reference.prepare)  # what a device runs; numba reads host memory
     w.bind(KVChecksumScheduled(reqs_to_send={"r": BLOCKS}))
     assert w.post_forward(None, set(), set()) is not None
     with pytest.raises(AssertionError):

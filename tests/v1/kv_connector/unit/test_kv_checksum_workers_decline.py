@@ -9,11 +9,11 @@ import kv_checksum_utils as u
 import pytest
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum import coverage
-from vllm.distributed.kv_transfer.kv_checksum import worker as worker_module
-from vllm.distributed.kv_transfer.kv_checksum.enable import (
+from vllm.distributed.kv_transfer.kv_checksum import support
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.factory import (
     create_kv_checksum_scheduler,
 )
+from vllm.distributed.kv_transfer.kv_checksum.worker import worker as worker_module
 
 PACKED = "packed_heads: KV heads are packed into head slots"
 
@@ -68,8 +68,8 @@ def configuration(model, connector, **settings):
 )
 def test_what_a_worker_skips_is_not_stored(model, connector, skipped, reason):
     config, groups = configuration(model, connector), kv_config()
-    coverage.ask_workers(config, groups, Executor(*skipped))
-    (one,) = coverage.connector_coverage(config, groups)
+    support.ask_workers(config, groups, Executor(*skipped))
+    (one,) = support.connector_coverage(config, groups)
     if reason is None:
         assert one.not_checked is None
     else:
@@ -82,17 +82,17 @@ def test_what_a_worker_skips_is_not_stored(model, connector, skipped, reason):
 def test_fail_closed_refuses_it(model, connector):
     closed = dict(kv_checksum_fail_closed=True)
     config, groups = configuration(model, connector, **closed), kv_config()
-    coverage.ask_workers(config, groups, Executor({}, {}))
+    support.ask_workers(config, groups, Executor({}, {}))
     with pytest.raises(ValueError, match=f"{connector} stores no KV checksums"):
-        coverage.ask_workers(config, groups, Executor({}, {0: PACKED}))
+        support.ask_workers(config, groups, Executor({}, {0: PACKED}))
 
 
 def test_a_carrier_goes_on_with_the_other_groups(model):
     """Loads from another instance are compared group by group."""
     closed = dict(kv_checksum_fail_closed=True)
     config, groups = configuration(model, "NixlConnector", **closed), kv_config()
-    coverage.ask_workers(config, groups, Executor({0: PACKED}))
-    assert coverage.connector_coverage(config, groups)[0].not_checked is None
+    support.ask_workers(config, groups, Executor({0: PACKED}))
+    assert support.connector_coverage(config, groups)[0].not_checked is None
 
 
 def test_workers_are_not_asked_where_nothing_is_summed(model):
@@ -103,13 +103,13 @@ def test_workers_are_not_asked_where_nothing_is_summed(model):
         off,
         rig.vllm_config(model, "kv_both", **rig.WITHOUT_CARRIER),
     ):
-        coverage.ask_workers(config, kv_config(), None)
+        support.ask_workers(config, kv_config(), None)
 
 
 @pytest.mark.parametrize("connector", STORES)
 def test_the_scheduler_says_so_and_counts_such_loads(model, connector, log):
     config, groups = configuration(model, connector), kv_config()
-    coverage.ask_workers(config, groups, Executor({1: PACKED}))
+    support.ask_workers(config, groups, Executor({1: PACKED}))
     pool = SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=16))
     part = create_kv_checksum_scheduler(config, None, pool, groups)
     assert part is not None

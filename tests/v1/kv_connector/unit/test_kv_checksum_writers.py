@@ -21,8 +21,8 @@ import vllm
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
     KVChecksumScheduled,
-    formats,
 )
+from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 
 needs_triton = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",

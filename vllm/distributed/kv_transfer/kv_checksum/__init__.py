@@ -2,6 +2,17 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """KV-cache checksums: every KV block loaded from elsewhere is verified.
 
+    checksum      the definition, and the records that carry sums
+    payload       what a producer tells a consumer
+    verdict       what is known of a load
+    stored        checksums that are stored with offloaded KV
+    support       which set-ups are covered, and why others are not
+    metrics       counters on /metrics
+    worker/       reads caches and sums their blocks (kernels/: on what)
+    scheduler/    says what is summed, compares, and sees to the consequences
+    connectors/   what single connectors add
+    fault_drill/  a connector that damages loads on purpose
+
 Names are resolved on first use: connectors import `payload` while the modules
 that need connectors are still being loaded.
 """
@@ -19,10 +30,10 @@ _HOME = {
     "KVChecksumCarrier": "payload",
     "KVChecksumWorker": "worker",
     "KVChecksumOutput": "worker",
-    "create_kv_checksum_worker": "worker",
+    "create_kv_checksum_worker": "worker.worker",
     "KVChecksumScheduler": "scheduler",
-    "KV_TRANSFER_PARAMS_KEY": "scheduler",
-    "create_kv_checksum_scheduler": "enable",
+    "KV_TRANSFER_PARAMS_KEY": "payload",
+    "create_kv_checksum_scheduler": "scheduler.factory",
     "KVChecksumProm": "metrics",
 }
 

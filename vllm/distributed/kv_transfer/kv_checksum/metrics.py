@@ -9,9 +9,9 @@ statistics; this module turns it into metrics in the API server.
 
 from typing import Any
 
-from .checksum import Skipped
-from .payload import KVChecksumCarrier
-from .verdict import LeftOut, Unverified
+from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
 
 VERDICTS = ("verified", "mismatch", "unverified")
 

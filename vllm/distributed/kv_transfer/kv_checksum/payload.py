@@ -11,14 +11,11 @@ else; memory stays bounded by the input, which is capped at `MAX_PAYLOAD_BYTES`.
 import binascii
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import pybase64 as base64
-
-from .binding import PromptDigests
-from .wire_maps import decode_map
 
 PAYLOAD_VERSION = 2
 
@@ -29,6 +26,8 @@ MAX_PAYLOAD_BYTES = 4 * 2**20
 """Enough for 512k units (8M tokens of one group)."""
 
 _MAX_GROUPS = 4096
+
+_Map = TypeVar("_Map", bound=dict[Any, Any])
 
 
 class KVChecksumCarrier(Enum):
@@ -83,6 +82,19 @@ def take_text(request: Any) -> object:
 
 class PayloadVersionError(ValueError):
     """The payload was made by another version of this feature."""
+
+
+class PromptDigests(NamedTuple):
+    """Digests of a prompt's first tokens.
+
+    Attributes:
+        whole: of all of them.
+        beginning: of those that fill units, for a consumer whose prompt is shorter.
+
+    """
+
+    whole: int
+    beginning: int
 
 
 class OtherCopies(NamedTuple):
@@ -270,3 +282,30 @@ def decode_text(text: object) -> KVChecksumPayload:
     except (binascii.Error, ValueError):
         raise ValueError("payload is no base64 text") from None
     return decode(data)
+
+
+def decode_map(
+    decoder: "msgspec.msgpack.Decoder[_Map]", data: bytes | memoryview
+) -> _Map:
+    """Decode one msgpack map.
+
+    Raises:
+        ValueError: malformed, or it holds a key more than once, be it in different
+            encodings of one number.
+
+    """
+    try:
+        found: _Map = decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    if len(found) != _entries(data):
+        raise ValueError("a map holds a key twice")
+    return found
+
+
+def _entries(data: bytes | memoryview) -> int:
+    """How many entries the map that `data` begins with claims to have."""
+    first = data[0]
+    if first < 0x90:
+        return first & 0x0F
+    return int.from_bytes(data[1 : 3 if first == 0xDE else 5], "big")

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""NIXL push: a payload rides the completion notif of every WRITE of its request.
+
+Negotiated, not versioned. A consumer's registration says which form of the notif it
+wants (`ask`); only then does the producer send that form. So a consumer that knows
+nothing of it, knows another form of it, or has checksums off, gets the notif it
+expects, and a producer that knows nothing of it ignores the question.
+
+Long form: `_PREFIX`, the plain form with its length and CRC-32 before it, the CRC-32
+of the payload, the payload as base64. The plain form is UTF-8 text, in which 0xff never
+stands. Some NIXL back ends cut notifs, or end them at a zero byte: a WRITE counts as
+complete wherever the plain part came through, whatever became of the payload.
+"""
+
+import binascii
+from collections.abc import Container
+from typing import Any
+from zlib import crc32
+
+import pybase64 as base64
+import regex as re
+
+from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_ASKED = "kv_checksums"
+_FORM = 2
+"""What a registration asks for. True was the form before: msgpack, without CRCs."""
+
+# Two bytes that UTF-8 lacks, so that damage to one is told from the plain form.
+_NO_TEXT = b"\xff"
+_PREFIX = _NO_TEXT * 2 + b"kv_checksums:"
+
+# Behind the prefix: length and CRC-32 of the plain part; behind that part: the
+# payload's CRC-32.
+_PLAIN_HEADER = re.compile(rb"([0-9]{1,6}):([0-9a-f]{8}):")
+_PAYLOAD_HEADER = re.compile(rb":([0-9a-f]{8}):")
+_PLAIN = re.compile(rb"(.*):0*[1-9][0-9]{0,8}", re.DOTALL)
+
+DAMAGED = b""
+"""Handed on instead of a payload that did not come through: it does not decode."""
+
+
+def ask(registration: dict[str, Any]) -> None:
+    """Say in a consumer's registration that it wants checksums."""
+    registration[_ASKED] = _FORM
+
+
+def _crc(data: bytes) -> bytes:
+    return b"%08x" % crc32(data)
+
+
+def add_payload(plain: bytes, payload: bytes) -> bytes:
+    """The long form of a plain completion notif."""
+    return b"%b%d:%b:%b:%b:%b" % (
+        _PREFIX,
+        len(plain),
+        _crc(plain),
+        plain,
+        _crc(payload),
+        base64.b64encode(payload),
+    )
+
+
+def may_be_long(notif: bytes) -> bool:
+    """Whether `notif` is what came of a long form. No plain form is."""
+    return not notif or _NO_TEXT in notif[:2]
+
+
+def split_payload(notif: bytes) -> tuple[bytes, bytes]:
+    """The plain form in a long one, and the payload or `DAMAGED`.
+
+    Raises:
+        ValueError: the plain form did not come through.
+
+    """
+    # Without a look at the prefix: the CRC tells more than it could.
+    header = _PLAIN_HEADER.match(notif, len(_PREFIX))
+    if header is None:
+        raise ValueError("it is cut, or its beginning is damaged")
+    end = header.end() + int(header[1])
+    plain = notif[header.end() : end]
+    if _crc(plain) != header[2] or _PLAIN.fullmatch(plain) is None:
+        raise ValueError("its request id is cut or damaged")
+    plain.decode()
+    header = _PAYLOAD_HEADER.match(notif, end)
+    if header is None:
+        return plain, DAMAGED
+    try:
+        payload = base64.b64decode(notif[header.end() :], validate=True)
+    except binascii.Error:
+        return plain, DAMAGED
+    return plain, payload if _crc(payload) == header[1] else DAMAGED
+
+
+class NixlPushChecksums:
+    """Payloads on their way through a push worker.
+
+    Single dictionary operations and one flag are all that two threads share: the
+    engine's thread adds and drops payloads and reads completion notifs, the writer
+    thread takes payloads along and sends registrations.
+    """
+
+    def __init__(self) -> None:
+        self._outgoing: dict[str, bytes] = {}
+        self._received: dict[str, bytes] = {}
+        self._plain_only = False
+
+    # ---- producer
+
+    def hold(self, payloads: dict[str, bytes]) -> None:
+        """Payloads of requests that finished, before their blocks are handed over."""
+        self._outgoing.update(payloads)
+
+    def negotiate(self, req_id: str, registration: dict[str, Any]) -> None:
+        """The request's consumer registered: drop the payload if it wants none."""
+        form = registration.get(_ASKED)
+        if type(form) is not int or form != _FORM:
+            self._outgoing.pop(req_id, None)
+
+    def completion_notif(self, req_id: str, plain: bytes) -> bytes:
+        """The completion notif of one WRITE of the request, its payload added."""
+        payload = self._outgoing.get(req_id)
+        return plain if payload is None else add_payload(plain, payload)
+
+    # ---- consumer
+
+    def registration(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """A registration as it is sent: it asks for nothing that does not arrive."""
+        if not self._plain_only:
+            return wanted
+        return {key: value for key, value in wanted.items() if key != _ASKED}
+
+    def take(self, notif: bytes, awaited: Container[str]) -> bytes:
+        """A completion notif in its plain form; empty if that did not come through.
+
+        The first payload of a request in `awaited` is kept until the next `finish`,
+        and `DAMAGED` where no copy of it came through.
+        """
+        if not may_be_long(notif):
+            return notif
+        try:
+            plain, payload = split_payload(notif)
+        except ValueError as error:
+            self._lost(notif, error)
+            return b""
+        req_id = plain.decode().rsplit(":", 1)[0]
+        if req_id in awaited and not self._received.get(req_id):
+            self._received[req_id] = payload
+        return plain
+
+    def _lost(self, notif: bytes, error: ValueError) -> None:
+        log = logger.debug if self._plain_only else logger.error
+        self._plain_only = True
+        log(
+            "A NIXL completion notif with KV checksums (%d bytes) did not come through "
+            "(%s): the load that it ends never does, and keeps its blocks. This worker "
+            "asks for notifs without checksums from now on, so its loads are not "
+            "verified. Find out what cuts or damages NIXL notifs (back end, network), "
+            "then restart this instance",
+            len(notif),
+            error,
+        )
+
+    # ---- both
+
+    def finish(self, results: Any) -> None:
+        """End a step: add received payloads to its `KVConnectorTransferResults`.
+
+        Payloads of sends that ended are dropped. One whose lease ran out is among
+        them: its blocks may be overwritten, so a WRITE that still goes out carries
+        no checksums.
+        """
+        for req_id in results.finished_sending:
+            self._outgoing.pop(req_id, None)
+        results.kv_checksums, self._received = self._received, {}
+
+
+def create_nixl_push_checksums(vllm_config: Any) -> NixlPushChecksums | None:
+    """A push worker's payloads, or None if checksums are off."""
+    return NixlPushChecksums() if sums_blocks(vllm_config) else None

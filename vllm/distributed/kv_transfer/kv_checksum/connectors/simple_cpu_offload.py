@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""vLLM's own host-memory offload: a checksum is one more 8-byte region per block.
+
+The manager knows blocks by id and hash alone, so its scheduler side notes, where it
+picks a block to store, the position and the hash that the worker needs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.support import (
+    why_not_summed,
+    why_off,
+    why_whole_blocks_differ,
+)
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why this instance stores no checksums, or None.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: the KV cache groups, or None if they are not planned yet.
+
+    """
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.enable_kv_checksum:
+        return "enable_kv_checksum is off"
+    if (reason := why_off(vllm_config)) is not None:
+        return reason
+    options = transfer.kv_connector_extra_config
+    if options.get("lazy_offload"):
+        return "lazy_offload stores blocks whose positions are no longer known"
+    if options.get("kv_offload_backend", "cpu") != "cpu":
+        return "the disk backend takes regions of whole disk blocks alone"
+    if kv_cache_config is None:
+        return None
+    groups = kv_cache_config.prefix_cacheable_groups
+    if len({group.kv_cache_spec.block_size for group in groups}) > 1:
+        return "KV cache groups have blocks of several sizes"
+    return why_whole_blocks_differ(groups) or why_not_summed(
+        kv_cache_config.kv_checksum_skipped, kv_cache_config.prefix_cacheable_group_ids
+    )
+
+
+class StoredRuns:
+    """The blocks picked for storing since the last step, in the scheduler."""
+
+    def __init__(self) -> None:
+        self._runs: list[BlockRun] = []
+
+    def add(self, group_id: int, position: int, block: Any) -> None:
+        """Note a block, next to the one noted before if it follows that.
+
+        Args:
+            group_id: its KV cache group.
+            position: its position in the request.
+            block: the `KVCacheBlock`, which has a hash.
+
+        """
+        from vllm.v1.core.kv_cache_utils import get_block_hash
+
+        last = self._runs[-1] if self._runs else None
+        if (
+            last is None
+            or last.group_id != group_id
+            or last.start + len(last.block_ids) != position
+        ):
+            last = BlockRun(group_id, position, [], [])
+            self._runs.append(last)
+        last.block_ids.append(block.block_id)  # type: ignore[attr-defined]
+        last.block_hashes.append(get_block_hash(block.block_hash))  # type: ignore[attr-defined]
+
+    def take(self) -> list[BlockRun]:
+        """What was noted; starts anew."""
+        runs, self._runs = self._runs, []
+        return runs
+
+
+def create_stored_runs(vllm_config: Any, kv_cache_config: Any) -> StoredRuns | None:
+    """Where a manager notes what it stores, or None if no checksums are stored."""
+    if why_not_stored(vllm_config, kv_cache_config) is not None:
+        return None
+    return StoredRuns()
+
+
+def drop_blocks(
+    manager: Any, block_hashes: Sequence[bytes], bad: dict[int, list[int]]
+) -> None:
+    """Forget host blocks, so that none of them is found again.
+
+    Args:
+        manager: the `SimpleCPUOffloadScheduler`.
+        block_hashes: the request's hashes.
+        bad: per KV cache group id, positions of blocks in the request.
+
+    """
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    pool = manager.cpu_block_pool
+    for group_id, positions in bad.items():
+        scale = manager.group_block_sizes[group_id] // manager.hash_block_size
+        for position in positions:
+            block_hash = block_hashes[(position + 1) * scale - 1]
+            key = make_block_hash_with_group_id(block_hash, group_id)
+            block = pool.cached_block_hash_to_block.get_one_block(key)
+            if block is not None:
+                pool.evict_blocks({block.block_id})
+
+
+class BlockRegion:
+    """The entries on a worker, seen as one more region of its cache."""
+
+    def __init__(self, checksums: Any, group_ids: Sequence[int]) -> None:
+        self._checksums = checksums
+        self._entries: torch.Tensor = checksums.init_block_checksums(group_ids)
+
+    def region(self) -> torch.Tensor:
+        """The entries as int8, shape ``(num_blocks, 8)``."""
+        return self._entries.view(torch.int8).view(len(self._entries), -1)
+
+    def save(self, metadata: Any) -> None:
+        """Queue the entries of the blocks that this step stores."""
+        if metadata is not None and metadata.kv_checksum_runs:
+            self._checksums.save_block_checksums(metadata.kv_checksum_runs)
+
+
+def create_block_region(
+    checksums: Any, kv_cache_config: Any, reason: str | None
+) -> BlockRegion | None:
+    """What a worker does about checksums, or None, with the reason logged.
+
+    Args:
+        checksums: this rank's `KVChecksumWorker`.
+        kv_cache_config: the KV cache groups.
+        reason: what `why_not_stored` says.
+
+    """
+    group_ids = kv_cache_config.prefix_cacheable_group_ids
+    reason = reason or why_not_summed(checksums.skipped_anywhere, group_ids)
+    if reason is not None:
+        logger.warning("Loads of offloaded KV are not checked: %s", reason)
+        return None
+    logger.info("Loads of offloaded KV are checked: every block has its KV checksum")
+    return BlockRegion(checksums, group_ids)

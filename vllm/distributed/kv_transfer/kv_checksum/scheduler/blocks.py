@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which blocks of a request a connector transfers, and so which are summed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    STATE_BLOCK_SIZE,
+    KVChecksumBlocks,
+    unit_size,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+_NULL_BLOCK = 0
+
+_WINDOWED_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Specs whose requests give up blocks that they have passed."""
+
+
+@dataclass
+class TransferredBlocks:
+    """The blocks of one request that a transfer covers.
+
+    Attributes:
+        blocks: what workers sum.
+        left_out: groups whose blocks do not follow one another.
+        empty: groups of which the transfer brings nothing.
+
+    """
+
+    blocks: KVChecksumBlocks
+    left_out: set[int] = field(default_factory=set)
+    empty: set[int] = field(default_factory=set)
+
+
+def sent_blocks(
+    kv_cache_config: Any, rows: Sequence[Sequence[int]], num_tokens: int
+) -> TransferredBlocks:
+    """Find what a producer transfers of tokens ``[0, num_tokens)``, per group.
+
+    Leading null blocks are left out, and windows are clipped.
+
+    Args:
+        kv_cache_config: the KV cache groups.
+        rows: the request's block ids, per group.
+        num_tokens: tokens of the request whose KV is computed.
+
+    """
+    found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
+    for group_id in kv_cache_config.transfer_group_ids:
+        spec, row = group_spec(kv_cache_config, group_id), rows[group_id]
+        if isinstance(spec, MambaSpec):
+            live = [block for block in row if block != _NULL_BLOCK]
+            _add_state(found, group_id, spec, live)
+            continue
+        row = row[: -(-num_tokens // spec.block_size)]
+        start = max(0, len(row) - _window_blocks(spec, len(row)))
+        ids = np.array(row[start:], np.int64)
+        live = np.flatnonzero(ids != _NULL_BLOCK)
+        if not live.size:
+            found.empty.add(group_id)
+        elif live.size != ids.size - live[0]:
+            found.left_out.add(group_id)
+        else:
+            found.blocks.groups[group_id] = (start + int(live[0]), ids[live[0] :])
+    return found
+
+
+def loaded_blocks(
+    kv_cache_config: Any, blocks: Any, num_tokens: int
+) -> TransferredBlocks:
+    """Find what a consumer loads of a request up to `num_tokens`, per group.
+
+    A block that has a hash was found in the local prefix cache; a connector loads
+    those that have none and are not null. So every group begins at its own first
+    block: vLLM counts the tokens that full attention holds as local while a window,
+    a draft model's layers or a state may lag behind them.
+
+    Args:
+        kv_cache_config: the KV cache groups.
+        blocks: the request's `KVCacheBlocks` when the load starts.
+        num_tokens: tokens of the request that are local or loaded.
+
+    """
+    found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
+    for group_id in kv_cache_config.transfer_group_ids:
+        spec, row = group_spec(kv_cache_config, group_id), blocks.blocks[group_id]
+        if isinstance(spec, MambaSpec):
+            _add_state(found, group_id, spec, _unhashed_ids(row))
+            continue
+        row = row[: -(-num_tokens // spec.block_size)]
+        start = _first_unhashed(row)
+        if start is None:
+            found.left_out.add(group_id)
+            continue
+        start = max(start, len(row) - _window_blocks(spec, len(row)))
+        ids = [block.block_id for block in row[start:]]
+        if ids:
+            found.blocks.groups[group_id] = (start, np.array(ids, np.int64))
+        else:
+            found.empty.add(group_id)
+    return found
+
+
+def _unhashed_ids(row: Sequence[Any]) -> list[int]:
+    """The ids of a row's blocks that are neither null nor hashed."""
+    return [b.block_id for b in row if b.block_hash is None and not b.is_null]
+
+
+def _first_unhashed(row: Sequence[Any]) -> int | None:
+    """Where in a row the blocks begin that are neither null nor hashed.
+
+    None unless all of them follow one another and end the row.
+    """
+    # As quick as it gets: the property takes four times as long.
+    hashes = [block._block_hash for block in row]
+    leading = next((i for i, block in enumerate(row) if not block.is_null), len(row))
+    start = leading + len(row) - hashes.count(None)
+    nulls = [block.is_null for block in row[start:]]
+    if hashes[start:].count(None) == len(row) - start and not any(nulls):
+        return start
+    # Something lies between: what is loaded must end the row all the same.
+    ids = _unhashed_ids(row)
+    start = len(row) - len(ids)
+    return start if [block.block_id for block in row[start:]] == ids else None
+
+
+def _window_blocks(spec: Any, number: int) -> int:
+    """How many of a group's last `number` blocks NIXL and Mooncake transfer."""
+    if not isinstance(spec, SlidingWindowSpec):
+        return number
+    return min(number, -(-spec.sliding_window // spec.block_size) + 1)
+
+
+def _add_state(
+    found: TransferredBlocks, group_id: int, spec: Any, ids: Sequence[int]
+) -> None:
+    """Add the block of the running state, at position 0.
+
+    Where states of earlier positions were kept, they come before it; behind it lie
+    up to `num_speculative_blocks` blocks for speculative tokens. NIXL transfers what
+    this leaves; Mooncake pairs the two sides' blocks from the end, scratch included,
+    so the running states meet.
+    """
+    state = clip_ssm_state_blocks(ids, spec.num_speculative_blocks)
+    if state:
+        found.blocks.groups[group_id] = (0, state)
+    else:
+        found.empty.add(group_id)
+
+
+def blocks_given_up(
+    kv_cache_config: Any,
+    rows: Callable[[], Sequence[Sequence[int]]],
+    blocks: KVChecksumBlocks,
+) -> dict[int, int]:
+    """How many of the first summed blocks a request has given up since, per group.
+
+    vLLM frees what has left a window just before it hands a finished request's
+    blocks to the connector, so these blocks are not transferred.
+
+    Args:
+        kv_cache_config: the KV cache groups.
+        rows: gives the request's block ids now, per group.
+        blocks: what was summed.
+
+    """
+    windows = [g for g in blocks.groups if gives_up_blocks(kv_cache_config, g)]
+    given_up: dict[int, int] = {}
+    if not windows:
+        return given_up
+    held = rows()
+    for group_id in windows:
+        start, ids = blocks.groups[group_id]
+        now = np.array(held[group_id][start : start + len(ids)], np.int64)
+        live = np.flatnonzero(now != _NULL_BLOCK)
+        given_up[group_id] = int(live[0]) if live.size else len(ids)
+    return given_up
+
+
+def group_spec(kv_cache_config: Any, group_id: int) -> Any:
+    """A group's spec; of a group of several, the first (all are of one kind)."""
+    spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
+    return getattr(spec, "first_spec", spec)
+
+
+def gives_up_blocks(kv_cache_config: Any, group_id: int) -> bool:
+    """Whether requests give up blocks of the group that they have passed."""
+    return isinstance(group_spec(kv_cache_config, group_id), _WINDOWED_SPECS)
+
+
+def holds_states(kv_cache_config: Any, group_id: int) -> bool:
+    """Whether the group's blocks hold states instead of tokens."""
+    return isinstance(group_spec(kv_cache_config, group_id), MambaSpec)
+
+
+@dataclass(frozen=True)
+class Units:
+    """How a group's blocks are cut into units.
+
+    Attributes:
+        size: tokens of a unit.
+        per_block: units of a block.
+
+    """
+
+    size: int
+    per_block: int
+
+    @property
+    def block_size(self) -> int:
+        return self.size * self.per_block
+
+
+def units_of_group(kv_cache_config: Any, group_id: int) -> Units:
+    """How a group's blocks are summed; a state counts as one token, whatever its block.
+
+    So states are compared at any block sizes, and without the rule for the last
+    unit's tokens.
+    """
+    size: int = group_spec(kv_cache_config, group_id).block_size
+    if holds_states(kv_cache_config, group_id):
+        size = STATE_BLOCK_SIZE
+    return Units(unit_size(size), size // unit_size(size))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Whether a scheduler checks loads in this configuration, and what it says if not."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
+    KVChecksumScheduler,
+)
+from vllm.distributed.kv_transfer.kv_checksum.support import (
+    ConnectorCoverage,
+    connector_coverage,
+    refuse_unchecked,
+    why_off,
+)
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+def create_kv_checksum_scheduler(
+    vllm_config: Any, connector: Any, kv_cache_manager: Any, kv_cache_config: Any
+) -> KVChecksumScheduler | None:
+    """Create the scheduler's part, or None if checksums are off or cannot work here.
+
+    Where no connector is covered it still counts the loads, as unverified.
+
+    Raises:
+        ValueError: as `support.refuse_unchecked`.
+
+    """
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.enable_kv_checksum:
+        return None
+    refuse_unchecked(vllm_config, kv_cache_config)
+    if (reason := why_off(vllm_config)) is not None:
+        logger.warning(
+            "KV checksums are off (enable_kv_checksum has no effect): %s", reason
+        )
+        return None
+    coverage = connector_coverage(vllm_config, kv_cache_config)
+    unchecked = [c.not_checked for c in coverage if c.not_checked is not None]
+    if len(unchecked) == len(coverage):
+        logger.warning(
+            "KV checksums are off (enable_kv_checksum has no effect): %s; loads are "
+            "counted as unverified",
+            "; ".join(unchecked),
+        )
+    else:
+        for one, instance in zip(coverage, _single_connectors(connector), strict=True):
+            _say_what_of(one, instance, transfer)
+    return KVChecksumScheduler(
+        vllm_config, connector, kv_cache_manager, kv_cache_config
+    )
+
+
+def _single_connectors(connector: Any) -> Iterator[Any]:
+    """The connector, or those inside it, in the order of `connector_coverage`."""
+    inner = getattr(connector, "sub_connectors", None)
+    if not inner:
+        yield connector
+    for one in inner or ():
+        yield from _single_connectors(one)
+
+
+def _say_what_of(covered: ConnectorCoverage, connector: Any, transfer: Any) -> None:
+    """Log one line: how a connector's loads bring checksums, or why they do not."""
+    if covered.not_checked is not None:
+        logger.warning(
+            "KV checksums do not cover a connector: %s; what it loads is counted as "
+            "unverified",
+            covered.not_checked,
+        )
+        return
+    logger.info(
+        "KV checksums are on: loads through %s are verified, %s, %s",
+        covered.name,
+        _how_brought(connector),
+        f"fail-closed ({transfer.kv_load_failure_policy})"
+        if transfer.kv_checksum_fail_closed
+        else "fail-open",
+    )
+
+
+def _how_brought(connector: Any) -> str:
+    """How loads bring checksums, carriers as the metrics call them."""
+    load = SimpleNamespace(request_id="", kv_transfer_params=None)
+    if (carrier := connector.kv_checksum_carrier(load, True)) is not None:
+        return f"carried by {carrier.value}"
+    if connector.get_kv_checksum_sources(load):
+        return "stored with their KV"
+    return "each as its connector tells when it starts"

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A request whose sums are awaited: what was asked for, and adding up what came.
+
+Whatever does not fit what was asked for makes the whole not comparable, never a
+difference: a record that is missing, or one that covers other blocks.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    MASK64,
+    KVChecksumBlocks,
+    KVChecksumGroup,
+    KVChecksumRecord,
+    ReplicaKey,
+    add_records,
+)
+from vllm.distributed.kv_transfer.kv_checksum.payload import (
+    KVChecksumCarrier,
+    KVChecksumPayload,
+)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
+
+
+class NotComparable(Exception):
+    """The workers' records do not add up to what was asked for.
+
+    `detail` tells in numbers what does not fit.
+    """
+
+    def __init__(self, reason: Unverified, detail: str = "") -> None:
+        super().__init__(reason.value)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass
+class Pending:
+    """A send, and by worker the records so far."""
+
+    req_id: str
+    blocks: KVChecksumBlocks
+    records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
+
+    def take(self, record: KVChecksumRecord) -> None:
+        """Keep a worker's record, if it is of this send or load.
+
+        Records of a step that was rolled back, or of an earlier request of the
+        same id, have other numbers.
+        """
+        if record.seqs.get(self.req_id) == self.blocks.seq:
+            self.records[record.pp_rank, record.tp_rank] = record
+
+    def check_reports(self, num_workers: int) -> None:
+        """Check that every worker summed what it was asked to.
+
+        Raises:
+            NotComparable: one did not.
+
+        """
+        if len(self.records) != num_workers:
+            raise NotComparable(
+                Unverified.WORKERS_MISSING,
+                f"{len(self.records)} of {num_workers} workers reported",
+            )
+        tokens = {r.num_tokens.get(self.req_id) for r in self.records.values()}
+        if tokens != {self.blocks.num_tokens}:
+            raise NotComparable(
+                Unverified.OTHER_BLOCKS,
+                f"{self.blocks.num_tokens} tokens asked for, {len(tokens)} counts "
+                "reported",
+            )
+
+    def skipped(self) -> set[int]:
+        """Groups that a worker does not sum."""
+        return {g for r in self.records.values() for g in r.skipped_groups}
+
+    def equal_tp_groups(self) -> set[int]:
+        """Groups whose sums compare only with those of an equal TP size."""
+        return {g for r in self.records.values() for g in r.equal_tp_groups}
+
+    def fingerprint(self, group_id: int) -> int:
+        """Sum over PP stages; the TP ranks of a stage hold the same layers."""
+        by_stage = {
+            r.pp_rank: r.fingerprints.get(group_id, 0) for r in self.records.values()
+        }
+        return sum(by_stage.values()) & MASK64
+
+    def parts(
+        self, group_id: int, units_per_block: int
+    ) -> dict[ReplicaKey, KVChecksumGroup]:
+        """The workers' sums of one group's units, added up per replica key.
+
+        Raises:
+            NotComparable: they are of other blocks, or a worker that holds layers
+                of the group reports none.
+
+        """
+        start, ids = self.blocks.groups[group_id]
+        records = self.records.values()
+        try:
+            parts = add_records(records, self.req_id, group_id)
+        except ValueError as error:
+            raise NotComparable(Unverified.OTHER_BLOCKS, str(error)) from None
+        if any(
+            (group_id in r.fingerprints) != (group_id in r.checksums[self.req_id])
+            for r in records
+        ) or any(
+            p.start != start * units_per_block
+            or len(p.values) != len(ids) * units_per_block
+            for p in parts.values()
+        ):
+            raise NotComparable(
+                Unverified.OTHER_BLOCKS,
+                f"{len(ids)} blocks from position {start} on asked for",
+            )
+        return parts
+
+
+@dataclass
+class PendingLoad(Pending):
+    """A load in progress.
+
+    Attributes:
+        carrier: how its payload comes, or None if nobody checks it.
+        params: the request's ``kv_transfer_params`` when the load started.
+        connector: the name of the connector that loads it.
+        unverified: why it will not be compared whatever comes, or None.
+        empty: groups of which it brings nothing.
+        computes_last: the last of its tokens is computed here all the same.
+        sent: the payload that `params` held, or why it is none.
+        received: the payload that its connector brought, the first copy.
+
+    """
+
+    carrier: KVChecksumCarrier | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    connector: str = ""
+    unverified: Unverified | None = None
+    empty: set[int] = field(default_factory=set)
+    computes_last: bool = False
+    sent: KVChecksumPayload | ValueError | None = None
+    received: bytes | None = None
+
+    @property
+    def may_be_offered_again(self) -> bool:
+        """Whether its connector would load the same once more for this request.
+
+        Loads of a prefill instance's KV are offered once. But where the request also
+        asks to be sent on (NIXL pull), they are offered as those of a decode instance.
+        """
+        return self.carrier in (None, KVChecksumCarrier.STORED) or bool(
+            self.params.get("do_remote_decode")
+        )
+
+    def payload(self) -> KVChecksumPayload | None:
+        """What the producer sent, or None for nothing.
+
+        Raises:
+            ValueError: as `payload.decode`.
+
+        """
+        if self.carrier is KVChecksumCarrier.CONNECTOR:
+            return None if self.received is None else wire.decode(self.received)
+        if isinstance(self.sent, ValueError):
+            raise self.sent
+        return self.sent
+
+    def take_sent(self) -> None:
+        """Take the payload out of `params`: nobody else needs it.
+
+        A router may append a token to the prompt. The consumer loads a slot for it, and
+        computes it all the same: what the producer summed is all that counts.
+        """
+        text = self.params.pop(wire.KV_TRANSFER_PARAMS_KEY, None)
+        if text is None or self.carrier is not KVChecksumCarrier.KV_TRANSFER_PARAMS:
+            return
+        try:
+            self.sent = wire.decode_text(text)
+        except ValueError as error:
+            self.sent = error
+            return
+        if self.computes_last and self.sent.num_tokens == self.blocks.num_tokens - 1:
+            self.blocks.num_tokens -= 1

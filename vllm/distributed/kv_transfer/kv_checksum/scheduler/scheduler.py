@@ -1,0 +1,556 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A request's life in the scheduler, as producer and as consumer.
+
+Producer: the step that finishes a prompt's KV asks the workers to sum it
+(`add_send`); when the request ends, the parts become a payload
+(`request_finished`). Consumer: the step that starts a load asks the workers to
+sum it once it arrives (`add_recv`); when every worker reports it finished, the
+sums are compared with the payload (`verify`), or with checksums that came back from
+an offload tier (`StoredLoads`).
+
+Every load that starts ends as one of: verified, mismatch, unverified, failed by its
+connector, aborted. The counters of these add up to that of loads started.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import chain, count
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    KVChecksumBlocks,
+    KVChecksumScheduled,
+    Skipped,
+)
+from vllm.distributed.kv_transfer.kv_checksum.metrics import NO_CARRIER
+from vllm.distributed.kv_transfer.kv_checksum.naming import request_name
+from vllm.distributed.kv_transfer.kv_checksum.payload import (
+    KV_TRANSFER_PARAMS_KEY,
+    KVChecksumCarrier,
+    KVChecksumPayload,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
+    holds_states,
+    loaded_blocks,
+    sent_blocks,
+    units_of_group,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.comparison import Comparison
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
+    NotComparable,
+    Pending,
+    PendingLoad,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.prefix_cache import disown
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
+    Reporter,
+    client_error,
+    remote_engine,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
+from vllm.distributed.kv_transfer.kv_checksum.support import (
+    declares,
+    serving_connector,
+    why_whole_blocks_differ,
+)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import (
+    LeftOut,
+    LoadVerdict,
+    Unverified,
+)
+from vllm.logger import init_logger
+from vllm.outputs import RequestError
+from vllm.v1.request import RequestStatus
+
+logger = init_logger(__name__)
+
+_SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class KVChecksumScheduler:
+    """The scheduler's part.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        connector: the scheduler-side KV connector.
+        kv_cache_manager: where a request's blocks are looked up.
+        kv_cache_config: the KV cache groups.
+
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        connector: Any,
+        kv_cache_manager: Any,
+        kv_cache_config: Any,
+    ) -> None:
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self.fail_closed: bool = transfer.kv_checksum_fail_closed
+        self.recompute: bool = transfer.kv_load_failure_policy == "recompute"
+        tp_size: int = parallel.tensor_parallel_size
+        self._comparison = Comparison(
+            kv_cache_config, tp_size, tp_size * parallel.pipeline_parallel_size
+        )
+        self.connector = connector
+        self.kv_cache_manager = kv_cache_manager
+        self.kv_cache_config = kv_cache_config
+        groups = kv_cache_config.kv_cache_groups
+        self._keeps_prefix = (
+            self.recompute
+            and len(groups) == 1
+            and why_whole_blocks_differ(groups) is None
+        )
+        # Not from 1: no record of a scheduler before this one has such a number.
+        self._seqs = count(time.time_ns())
+        self._scheduled = KVChecksumScheduled()
+        self._started: list[PendingLoad] = []
+        self._sends: dict[str, Pending] = {}
+        self._recvs: dict[str, PendingLoad] = {}
+        # Requests to be sent of whose prompt a part is not computed yet.
+        self._unsummed: set[str] = set()
+        self._declined: set[str] = set()
+        self._stats: Counter[str] = Counter()
+        self._reporter = Reporter()
+        self._skipped_groups: dict[int, str] = {}
+        if kv_cache_config.kv_checksum_skipped:
+            self._note_skipped(kv_cache_config.kv_checksum_skipped)
+        self._errors: dict[str, str] = {}
+        self._hash_block_size: int = kv_cache_manager.block_pool.hash_block_size
+        self._stored = StoredLoads(connector, kv_cache_config, self._hash_block_size)
+
+    def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
+        self._stats[f"left_out:{reason.value}"] += 1
+        self._reporter.warn_once(
+            f"left_out:{reason.value}:{group_id}",
+            "KV checksums leave out %sKV cache group %d: %s (first for request %s)",
+            "a part of " if reason is LeftOut.PARTIAL_BLOCKS else "",
+            group_id,
+            reason.value,
+            request_name(req_id),
+        )
+
+    def _say_unbound(self, req_id: str) -> None:
+        self._stats["prompts_not_bound"] += 1
+        self._reporter.warn_once(
+            "unbound",
+            "KV checksums cannot tell of which prompt a load is: it is given as "
+            "embeddings (first for request %s)",
+            request_name(req_id),
+        )
+
+    def _say_copies_differ(self, req_id: str, payload: KVChecksumPayload) -> None:
+        """Say that TP ranks hold other bits of the same KV; each may be right."""
+        differ = [i for i, group in payload.groups.items() if group.copies is not None]
+        if not differ:
+            return
+        self._stats["replicas_differ"] += 1
+        self._reporter.warn_once(
+            "replicas",
+            "KV checksums: replicas of KV cache groups %s differ between TP ranks here "
+            "(first for request %s); consumers accept each",
+            differ,
+            request_name(req_id),
+        )
+
+    # ---- schedule()
+
+    def admit(self, request: Any, num_tokens: int | None, is_async: bool) -> bool:
+        """Whether a request may load what its connector offers.
+
+        A load in the step that uses it cannot be kept from it, whatever comes of a
+        check; fail-closed, the request computes these tokens instead.
+        """
+        if is_async or not num_tokens or not self.fail_closed:
+            return True
+        req_id = request.request_id
+        if req_id not in self._declined:
+            self._declined.add(req_id)
+            name = type(serving_connector(self.connector, request)).__name__
+            verdict = LoadVerdict(unverified=Unverified.SYNC_LOAD)
+            self._stats["loads_started"] += 1
+            self._stats[f"loads:unverified:{NO_CARRIER}"] += 1
+            self._stats[f"unverified:{Unverified.SYNC_LOAD.value}"] += 1
+            self._stats["recomputed"] += 1
+            self._reporter.load(req_id, verdict, name, "computed instead of loaded")
+        return False
+
+    def add_recv(
+        self,
+        request: Any,
+        num_local_tokens: int,
+        num_tokens: int,
+        is_async: bool = True,
+    ) -> None:
+        """A load of tokens ``[num_local_tokens, num_tokens)`` starts.
+
+        To be called when its blocks are there, and before the connector is told.
+        """
+        req_id = request.request_id
+        connector = serving_connector(self.connector, request)
+        carrier = connector.kv_checksum_carrier(request, True)
+        unverified = None
+        if not is_async:
+            carrier, unverified = None, Unverified.SYNC_LOAD
+        elif carrier is None:
+            if self._stored.covers(request, num_tokens - num_local_tokens):
+                carrier = KVChecksumCarrier.STORED
+            elif declares(type(connector), "kv_checksum_carrier"):
+                unverified = Unverified.FROM_DECODE
+            else:
+                unverified = Unverified.NO_CARRIER
+        load = PendingLoad(
+            req_id,
+            KVChecksumBlocks(num_tokens, {}),
+            carrier=carrier,
+            params=wire.transfer_params(request),
+            connector=type(connector).__name__,
+            unverified=unverified,
+        )
+        if unverified is None:
+            blocks = self.kv_cache_manager.get_blocks(req_id)
+            found = loaded_blocks(self.kv_cache_config, blocks, num_tokens)
+            for group_id in found.left_out:
+                self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
+            load.blocks, load.empty = found.blocks, found.empty
+            # A state holds all tokens that went into it: none of them can be left out.
+            load.computes_last = num_tokens == request.num_tokens and not any(
+                holds_states(self.kv_cache_config, i) for i in found.blocks.groups
+            )
+        load.blocks.seq = next(self._seqs)
+        self._stats["loads_started"] += 1
+        if req_id in self._recvs:
+            self._stats["loads_aborted"] += 1
+        self._recvs[req_id] = load
+        self._started.append(load)
+
+    def add_send(self, request: Any) -> None:
+        """The step being scheduled finishes the KV of a prompt that is to be sent."""
+        req_id = request.request_id
+        rows = self.kv_cache_manager.get_block_ids(req_id)
+        found = sent_blocks(self.kv_cache_config, rows, request.num_prompt_tokens)
+        for group_id in found.left_out:
+            self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
+        found.blocks.seq = next(self._seqs)
+        self._scheduled.reqs_to_send[req_id] = found.blocks
+        self._sends[req_id] = Pending(req_id, found.blocks)
+
+    def after_schedule(self, output: Any, requests: Mapping[str, Any]) -> None:
+        """Find the prompts that this step finishes and fill in the step's request.
+
+        Only requests that start in this step are looked at, and those that are to be
+        sent and still prefill. A request that was preempted while it decoded starts
+        again, on other blocks of the same prefix, with the KV of another computation.
+        """
+        for new in output.scheduled_new_reqs:
+            request = requests[new.req_id]
+            wire.take_text(request)  # that of a prompt found locally as a whole
+            if self.connector.kv_checksum_carrier(request, False) is not None:
+                self._unsummed.add(new.req_id)
+        if self._unsummed:
+            for req_id in self._unsummed & output.num_scheduled_tokens.keys():
+                request = requests[req_id]
+                if request.num_prompt_tokens <= request.num_computed_tokens:
+                    self._unsummed.discard(req_id)
+                    self.add_send(request)
+        output.kv_checksum_scheduled = self.build_checksum_meta()
+
+    def build_checksum_meta(self) -> KVChecksumScheduled | None:
+        """What the step asks of workers, or None for nothing; starts anew."""
+        for load in self._started:
+            load.take_sent()
+            if load.unverified is Unverified.SYNC_LOAD:
+                self._scheduled.sync_loads[load.req_id] = load.blocks.seq
+            elif load.carrier is KVChecksumCarrier.STORED:
+                load.blocks.stored = True
+                self._scheduled.reqs_to_load[load.req_id] = load.blocks
+            elif load.carrier is not None:
+                self._scheduled.reqs_to_recv[load.req_id] = load.blocks
+        self._started.clear()
+        scheduled, self._scheduled = self._scheduled, KVChecksumScheduled()
+        return scheduled or None
+
+    # ---- update_from_output()
+
+    def collect(self, output: Any) -> None:
+        """Take the workers' records out of a `KVConnectorOutput` (None: no step)."""
+        self._reporter.tick()
+        if output is None or output.kv_checksums is None:
+            return
+        for record in output.kv_checksums.finalize():
+            if not record.skipped_groups.keys() <= self._skipped_groups.keys():
+                self._note_skipped(record.skipped_groups)
+            for req_id in record.checksums:
+                for table in (self._sends, self._recvs):
+                    pending = table.get(req_id)
+                    if pending is not None:
+                        pending.take(record)
+            for req_id, data in record.received.items():
+                load = self._recvs.get(req_id)
+                # A copy that came through takes the place of one that did not.
+                if load is not None and not load.received:
+                    load.received = data
+
+    def _note_skipped(self, reasons: Mapping[int, str]) -> None:
+        self._skipped_groups = {**reasons, **self._skipped_groups}
+        kinds = Counter(map(Skipped.of, self._skipped_groups.values()))
+        for kind, number in kinds.items():
+            self._stats[f"skipped_groups:{kind.value}"] = number
+
+    def verify(
+        self,
+        output: Any,
+        requests: Mapping[str, Any],
+        known_failed: Iterable[str] = (),
+        scheduled: KVChecksumScheduled | None = None,
+    ) -> dict[str, int]:
+        """Judge the loads that finished; those that must fail.
+
+        Args:
+            output: the step's aggregated `KVConnectorOutput`, or None.
+            requests: the scheduler's requests by id.
+            known_failed: ids whose load is already known to have failed.
+            scheduled: what `build_checksum_meta` gave for the step.
+
+        Returns:
+            By request id, how many of its first tokens need no recompute.
+
+        """
+        bad: dict[str, int] = {}
+        if not self._recvs:
+            return bad
+        failed = {*known_failed, *(getattr(output, "failed_recving", None) or ())}
+        for req_id in failed & self._recvs.keys():
+            self._give_up(req_id, requests, bad)
+        for req_id in getattr(output, "finished_recving", None) or ():
+            load = self._recvs.get(req_id)
+            if load is not None and load.unverified is not Unverified.SYNC_LOAD:
+                self._end(req_id, requests, bad)
+        for req_id, seq in scheduled.sync_loads.items() if scheduled else ():
+            load = self._recvs.get(req_id)
+            if load is not None and load.blocks.seq == seq:
+                self._end(req_id, requests, bad)
+        return bad
+
+    def _give_up(
+        self, req_id: str, requests: Mapping[str, Any], bad: dict[str, int]
+    ) -> None:
+        """A load failed, as its connector reports: nothing of it is compared."""
+        load = self._recvs.pop(req_id)
+        self._stats["loads_failed"] += 1
+        request = requests.get(req_id)
+        if request is None or load.unverified is Unverified.SYNC_LOAD:
+            return
+        if load.blocks.stored or (self.fail_closed and load.may_be_offered_again):
+            self._stored.give_up(request)
+        if self.fail_closed and self.recompute:
+            # vLLM would keep what was loaded before the first block that failed.
+            bad[req_id] = 0
+
+    def _end(
+        self, req_id: str, requests: Mapping[str, Any], bad: dict[str, int]
+    ) -> None:
+        """A load finished: judge it, say and count it, and see to its consequences."""
+        load = self._recvs.pop(req_id)
+        request = requests.get(req_id)
+        is_sync = load.unverified is Unverified.SYNC_LOAD
+        if request is None or (
+            not is_sync and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+        ):
+            self._stats["loads_aborted"] += 1
+            return
+        verdict = self._judge(request, load)
+        if verdict.unbound:
+            self._say_unbound(req_id)
+        for group_id, reason in verdict.left_out.items():
+            self._leave_out(req_id, group_id, reason)
+        self._count(verdict, load.carrier)
+        if verdict.outcome != "verified":
+            self._see_to(request, load, verdict, bad)
+        if req_id not in bad:
+            # Last, because what is dropped from a store goes by the request's hashes.
+            self._keep_away(request, load, verdict)
+
+    def _see_to(
+        self,
+        request: Any,
+        load: PendingLoad,
+        verdict: LoadVerdict,
+        bad: dict[str, int],
+    ) -> None:
+        """Say what is wrong with a load, have it dropped, and let it fail."""
+        req_id = load.req_id
+        kept = self._kept_tokens(load, verdict)
+        self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
+        if load.blocks.stored and verdict.mismatched:
+            dropped = self._stored.drop_mismatched(request, verdict)
+            self._stats["stored_blocks_dropped"] += dropped
+        if self.fail_closed:
+            bad[req_id] = kept
+            if load.may_be_offered_again:
+                self._stored.give_up(request)
+            if not self.recompute:
+                self._errors[req_id] = client_error(verdict)
+
+    def _keep_away(self, request: Any, load: PendingLoad, verdict: LoadVerdict) -> None:
+        """Keep what is bad, or not whole, of a load that is used from later requests.
+
+        Of a window's first block, the part that the producer did not send holds
+        whatever was there; this request does not need it, another may.
+        """
+        first_token = partial(self._first_token, load)
+        first = [
+            first_token(group_id, start)
+            for group_id, (start, _) in load.blocks.groups.items()
+            if verdict.other_prompt
+            or verdict.left_out.get(group_id) is LeftOut.PARTIAL_BLOCKS
+        ]
+        if (bad := verdict.first_bad_token(first_token)) is not None:
+            first.append(bad)
+        if first:
+            disown(request, min(first), self._hash_block_size)
+
+    def _first_token(self, load: PendingLoad, group_id: int, position: int) -> int:
+        """The first token of a block; a state is that of the last one."""
+        if holds_states(self.kv_cache_config, group_id):
+            return load.blocks.num_tokens - 1
+        return position * self._block_size(group_id)
+
+    @staticmethod
+    def _source(load: PendingLoad) -> str:
+        """Where a load came from."""
+        if load.blocks.stored:
+            return f"store of {load.connector}"
+        if load.unverified in (Unverified.NO_CARRIER, Unverified.SYNC_LOAD):
+            return load.connector
+        return remote_engine(load.params)
+
+    def keep_verified(self, bad: dict[str, int], requests: dict[str, Any]) -> None:
+        """Leave out of a recompute what `verify` found good.
+
+        To be called once the scheduler has marked the loads as failed. It then
+        caches a failed load's computed tokens alone, and computes on from there.
+        """
+        for req_id, kept in bad.items():
+            if kept:
+                requests[req_id].num_computed_tokens = kept
+
+    def _kept_tokens(self, load: PendingLoad, verdict: LoadVerdict) -> int:
+        """Tokens before the first bad block, where they may be kept, else 0."""
+        if not self._keeps_prefix or verdict.reason is not None:
+            return 0
+        return verdict.good_blocks(0) * self._block_size(0)
+
+    def name_errors(self, outputs: Any) -> None:
+        """Give the outputs of requests that fail in this step their reason.
+
+        Args:
+            outputs: lists of `EngineCoreOutput`. In vLLM 0.32 they have no place for
+                a reason; clients get a general error there.
+
+        """
+        errors, self._errors = self._errors, {}
+        for output in chain.from_iterable(outputs) if errors else ():
+            text = errors.get(output.request_id)
+            if text is not None and hasattr(output, "error"):
+                output.error = RequestError(code="kv_checksum", message=text)
+
+    def request_finished(
+        self, request: Any, params: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """`request` ended: drop what is held for it, hand its payload to its carrier.
+
+        Args:
+            request: the request that ended.
+            params: the ``kv_transfer_params`` of its answer, or None.
+
+        Returns:
+            `params`, with the payload where they carry it.
+
+        """
+        req_id = request.request_id
+        if self._recvs.pop(req_id, None) is not None:
+            self._stats["loads_aborted"] += 1
+        self._declined.discard(req_id)
+        self._unsummed.discard(req_id)
+        send = self._sends.pop(req_id, None)
+        if request.status not in _SENT_STATUSES:
+            return params
+        carrier = self.connector.kv_checksum_carrier(request, False)
+        by_connector = carrier is KVChecksumCarrier.CONNECTOR
+        if carrier is None or (params is None and not by_connector):
+            return params
+        try:
+            payload = self._comparison.make_payload(
+                request, send, lambda: self.kv_cache_manager.get_block_ids(req_id)
+            )
+        except NotComparable as error:
+            self._stats[f"unsent:{error.reason.value}"] += 1
+            logger.debug(
+                "KV checksums of request %s not sent: %s (%s)",
+                request_name(req_id),
+                error.reason.value,
+                error.detail,
+            )
+            self._reporter.warn_once(
+                f"sent:{error.reason.value}",
+                "KV checksums not sent: %s (first for request %s)",
+                error.reason.value,
+                request_name(req_id),
+            )
+            return params
+        self._say_copies_differ(req_id, payload)
+        if by_connector:
+            data = wire.encode(payload)
+            self._stats["payload_bytes"] += len(data)
+            self.connector.send_kv_checksums(request, data)
+            return params
+        text = wire.encode_text(payload)
+        self._stats["payload_bytes"] += len(text)
+        return {**(params or {}), KV_TRANSFER_PARAMS_KEY: text}
+
+    # ---- judging
+
+    def _block_size(self, group_id: int) -> int:
+        return units_of_group(self.kv_cache_config, group_id).block_size
+
+    def _judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
+        if load.unverified is not None:
+            return LoadVerdict(unverified=load.unverified)
+        if not load.blocks.stored:
+            return self._comparison.judge(request, load)
+        try:
+            load.check_reports(self._comparison.num_workers)
+        except NotComparable as error:
+            return LoadVerdict(unverified=error.reason, detail=error.detail)
+        records = list(load.records.values())
+        return self._stored.judge(request, load.blocks, records)
+
+    # ---- what is seen from outside
+
+    def take_stats(self) -> dict[str, int] | None:
+        """Counts since the last call, by `metrics` key, or None."""
+        stats, self._stats = self._stats, Counter()
+        return dict(stats) or None
+
+    def _count(self, verdict: LoadVerdict, carrier: KVChecksumCarrier | None) -> None:
+        outcome = verdict.outcome
+        name = NO_CARRIER if carrier is None else carrier.value
+        self._stats[f"loads:{outcome}:{name}"] += 1
+        if outcome == "unverified" and verdict.reason is not None:
+            self._stats[f"unverified:{verdict.reason.value}"] += 1
+        if verdict.other_prompt:
+            self._stats["other_prompts"] += 1
+        self._stats["blocks_compared"] += verdict.num_compared
+        self._stats["blocks_mismatched"] += verdict.num_mismatched
+        if outcome != "verified" and self.fail_closed:
+            self._stats["recomputed" if self.recompute else "failed"] += 1
+
+    def _action(self, kept: int) -> str:
+        if not self.fail_closed:
+            return "served as loaded"
+        return f"recomputing from token {kept}" if self.recompute else "request failed"

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Loads that bring stored checksums back, in the scheduler.
+
+The workers' entries are compared with their own sums here, because the tags that
+they carry are made of the request's block hashes. What was compared and differs is
+reported to the connector, and nothing else: a load that failed on its way says nothing
+about what is stored. A request whose load failed is kept from the caches: it would find
+the same blocks again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    KVChecksumBlocks,
+    KVChecksumRecord,
+    unit_size,
+)
+from vllm.distributed.kv_transfer.kv_checksum.naming import blocks_named, request_name
+from vllm.distributed.kv_transfer.kv_checksum.stored import (
+    block_checksum_tags,
+    hashes_of_blocks,
+)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import (
+    MAX_SAMPLES,
+    Difference,
+    GroupVerdict,
+    LoadVerdict,
+    Unverified,
+)
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class StoredLoads:
+    """What is particular to such loads.
+
+    Args:
+        connector: the scheduler-side KV connector.
+        kv_cache_config: the KV cache groups.
+        hash_block_size: tokens per block hash of a request.
+
+    """
+
+    def __init__(
+        self, connector: Any, kv_cache_config: Any, hash_block_size: int
+    ) -> None:
+        self._connector = connector
+        self._groups = kv_cache_config.kv_cache_groups
+        self._hash_block_size = hash_block_size
+
+    def covers(self, request: Any, num_tokens: int) -> bool:
+        """Whether a load of `num_tokens` that starts brings checksums back."""
+        sources = self._connector.get_kv_checksum_sources(request)
+        if not sources:
+            return False
+        tiers = self._connector.get_external_cache_hit_sources(request, num_tokens)
+        return bool(tiers) and set(tiers) <= set(sources)
+
+    def judge(
+        self, request: Any, blocks: KVChecksumBlocks, records: list[KVChecksumRecord]
+    ) -> LoadVerdict:
+        """Compare what every worker summed with what it had stored.
+
+        A group of which no worker has stored checksums stays out of the verdict:
+        that is fixed, and said, when the workers start.
+        """
+        verdict, req_id = LoadVerdict(), request.request_id
+        for group_id, (start, ids) in blocks.groups.items():
+            if not any(group_id in r.stored.get(req_id, {}) for r in records):
+                continue
+            size = self._groups[group_id].kv_cache_spec.block_size
+            # Checksums are stored for full blocks.
+            stop = min(start + len(ids), blocks.num_tokens // size)
+            hashes = hashes_of_blocks(
+                request.block_hashes, size // self._hash_block_size, start, stop
+            )
+            if stop < start + len(ids) or len(hashes) != len(ids):
+                outcome = GroupVerdict(unverified=Unverified.NUM_TOKENS)
+            else:
+                per_block = size // unit_size(size)
+                outcome = compare_stored(
+                    records, req_id, group_id, start, hashes, per_block
+                )
+            verdict.groups[group_id] = outcome
+        if not verdict.groups:
+            verdict.unverified = Unverified.NO_PAYLOAD
+        return verdict
+
+    def drop_mismatched(self, request: Any, verdict: LoadVerdict) -> int:
+        """Have the blocks dropped that were compared and differ; how many are."""
+        bad = {i: g.positions for i, g in verdict.groups.items() if g.positions}
+        if bad:
+            logger.warning(
+                "Removing stored KV that differs from its KV checksums: request %s, %s",
+                request_name(request.request_id),
+                blocks_named(bad),
+            )
+            self._connector.on_kv_checksum_failure(request, bad)
+        return sum(map(len, bad.values()))
+
+    def give_up(self, request: Any) -> None:
+        """Keep a request whose load failed from the caches; what is stored stays.
+
+        Neither cache is asked again for it: whatever the connector still holds, the
+        recompute does not load it a second time.
+        """
+        request.skip_reading_prefix_cache = True
+
+
+def compare_stored(
+    records: list[KVChecksumRecord],
+    req_id: str,
+    group_id: int,
+    start: int,
+    hashes: Sequence[bytes],
+    units_per_block: int,
+) -> GroupVerdict:
+    """Compare one group, every worker on its own.
+
+    Args:
+        records: what each worker summed and found stored.
+        req_id: the request that loaded.
+        group_id: the KV cache group.
+        start: position of the first block that was loaded.
+        hashes: the blocks' prefix hashes; their number is that of the blocks.
+        units_per_block: sums of a block, which add up to what was stored.
+
+    """
+    result = GroupVerdict(first=start)
+    bad: np.ndarray = np.zeros(len(hashes), bool)
+    for record in records:
+        sums = record.checksums[req_id].get(group_id)
+        if sums is None and group_id not in record.fingerprints:
+            if group_id in record.skipped_groups:
+                return GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
+            continue  # no layers of the group on this worker
+        stored = record.stored.get(req_id, {}).get(group_id)
+        if stored is None:
+            return GroupVerdict(unverified=Unverified.ONE_SIDE_ONLY)
+        if sums is None or group_id not in record.fingerprints:
+            return GroupVerdict(unverified=Unverified.OTHER_BLOCKS)
+        units = sums.values.sum(axis=1, dtype=np.uint64)
+        if (
+            sums.start != start * units_per_block
+            or len(units) != len(hashes) * units_per_block
+            or len(stored) != len(hashes)
+        ):
+            return GroupVerdict(unverified=Unverified.OTHER_BLOCKS)
+        found = units.reshape(-1, units_per_block).sum(axis=1, dtype=np.uint64)
+        tags = block_checksum_tags(hashes, record.fingerprints[group_id])
+        expected = stored ^ tags
+        differ = expected != found
+        bad |= differ
+        for at in np.flatnonzero(differ)[: MAX_SAMPLES - len(result.samples)]:
+            result.samples.append(
+                Difference(start + int(at), int(expected[at]), int(found[at]))
+            )
+    result.compared = len(hashes)
+    result.positions = (start + np.flatnonzero(bad)).tolist()
+    return result

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which connectors' loads are checked in a configuration, and what is refused.
+
+Told from the configuration alone, so that what `kv_checksum_fail_closed` refuses is
+refused before any connector exists. What depends on the KV cache groups is known once
+they are planned, and asked again then; what depends on the caches themselves, once the
+workers have them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_EXECUTORS = {
+    *("uni", "mp", "ray", None),
+    *("UniProcExecutor", "MultiprocExecutor", "RayExecutorV2"),
+}
+"""Executors that bring the reports of all workers to the scheduler."""
+
+
+@dataclass(frozen=True)
+class ConnectorCoverage:
+    """What is known of one connector, or of one inside a MultiConnector.
+
+    Attributes:
+        name: as the configuration calls it.
+        not_checked: why nobody checks what it loads, or None.
+
+    """
+
+    name: str
+    not_checked: str | None
+
+
+def declares(connector_class: type, method: str) -> bool:
+    """Whether a connector's class has a method of its own in place of the default."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return getattr(connector_class, method) is not getattr(KVConnectorBase_V1, method)
+
+
+def serving_connector(connector: Any, request: Any) -> Any:
+    """The connector that loads `request`: the one chosen inside, or `connector`."""
+    while inner := getattr(connector, "sub_connectors", None):
+        chosen = connector._requests_to_connector.get(request.request_id)
+        if chosen is None:
+            break
+        connector = inner[chosen]
+    return connector
+
+
+def connector_coverage(
+    vllm_config: Any, kv_cache_config: Any = None
+) -> list[ConnectorCoverage]:
+    """Tell for every connector of a configuration whether its loads are checked.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: the KV cache groups, or None if they are not planned yet.
+
+    """
+    return [
+        ConnectorCoverage(
+            config.kv_transfer_config.kv_connector,
+            _why_not_checked(c, config, kv_cache_config),
+        )
+        for c, config in _connector_classes(vllm_config)
+    ]
+
+
+def _connector_classes(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
+    """The connectors' classes with their configurations, those inside others alone."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    found = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+    pending: list[tuple[Any, Any]] = [(found, vllm_config)]
+    while pending:
+        connector_class, config = pending.pop(0)
+        if wrapped := getattr(connector_class, "kv_checksum_wrapped_class", None):
+            pending.insert(0, (wrapped(config), config))
+        elif inner := getattr(
+            connector_class, "_get_connector_classes_and_configs", None
+        ):
+            pending = [*inner(config), *pending]
+        else:
+            yield connector_class, config
+
+
+def _why_not_checked(
+    connector_class: Any, vllm_config: Any, kv_cache_config: Any
+) -> str | None:
+    name = connector_class.__name__
+    if declares(connector_class, "kv_checksum_carrier"):
+        return None
+    if not declares(connector_class, "get_kv_checksum_sources"):
+        return f"{name} neither carries nor stores KV checksums"
+    reason = connector_class._why_kv_checksums_not_stored(vllm_config, kv_cache_config)
+    return reason and f"{name} stores no KV checksums: {reason}"
+
+
+def why_off(vllm_config: Any) -> str | None:
+    """Why checksums cannot work at all in this configuration, or None."""
+    parallel = vllm_config.parallel_config
+    sizes = (
+        parallel.decode_context_parallel_size,
+        parallel.prefill_context_parallel_size,
+    )
+    if max(sizes) > 1:
+        return "context parallelism (DCP or PCP > 1) is not supported"
+    return None if parallel.world_size == 1 else _why_reports_are_lost(parallel)
+
+
+def _why_reports_are_lost(parallel_config: Any) -> str | None:
+    """Why the executor does not bring every worker's report to the scheduler."""
+    import vllm.envs as envs
+
+    names = _executor_names(parallel_config.distributed_executor_backend)
+    if not names.isdisjoint({"external_launcher", "ExecutorWithExternalLauncher"}):
+        return "with the external launcher each rank sees its own worker only"
+    # Of vLLM before 0.33.0.
+    if "RayDistributedExecutor" in names or (
+        "ray" in names and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    ):
+        if parallel_config.pipeline_parallel_size == 1:
+            return None
+        return (
+            "with pipeline parallelism the legacy Ray executor brings reports of the "
+            "last stage alone (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 selects the other)"
+        )
+    if names.isdisjoint(_EXECUTORS):
+        backend = parallel_config.distributed_executor_backend
+        return f"it is not known whether {backend} brings reports of all workers"
+    return None
+
+
+def _executor_names(backend: Any) -> set[str | None]:
+    """The short name of an executor, or the names of its class and their bases."""
+    if isinstance(backend, str) and "." in backend:
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        backend = resolve_obj_by_qualname(backend)
+    if isinstance(backend, type):
+        return {c.__name__ for c in backend.__mro__}
+    return {backend}
+
+
+def sums_blocks(vllm_config: Any, kv_cache_config: Any = None) -> bool:
+    """Whether checksums are on and any connector needs sums."""
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.enable_kv_checksum or why_off(vllm_config) is not None:
+        return False
+    coverage = connector_coverage(vllm_config, kv_cache_config)
+    return any(connector.not_checked is None for connector in coverage)
+
+
+def ask_workers(vllm_config: Any, kv_cache_config: Any, executor: Any) -> None:
+    """Note in the scheduler's KV cache configuration which groups a worker skips.
+
+    To be called when the workers have their caches, before the scheduler and its
+    connectors are made: so both sides of a connector decide alike what is stored.
+
+    Raises:
+        ValueError: as `refuse_unchecked`.
+
+    """
+    if vllm_config.kv_transfer_config is None:
+        return
+    if not sums_blocks(vllm_config, kv_cache_config):
+        return
+    skipped: dict[int, str] = {}
+    for reasons in executor.collective_rpc(skipped_groups):
+        skipped = {**reasons, **skipped}
+    kv_cache_config.kv_checksum_skipped = skipped
+    refuse_unchecked(vllm_config, kv_cache_config)
+
+
+def skipped_groups(worker: Any) -> dict[int, str]:
+    """Which groups a worker of vLLM's does not sum, and why; called there."""
+    checksums = getattr(worker.model_runner.kv_connector, "kv_checksum_worker", None)
+    return {} if checksums is None else dict(checksums.skipped)
+
+
+def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
+    """Refuse with `kv_checksum_fail_closed` what can bring loads that nobody checks.
+
+    Raises:
+        ValueError: such a set-up; the message names the connector and what to change.
+
+    """
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None or not transfer.kv_checksum_fail_closed:
+        return
+    reasons = [why_off(vllm_config)]
+    advice = "use a set-up that KV checksums support"
+    if reasons == [None]:
+        coverage = connector_coverage(vllm_config, kv_cache_config)
+        reasons = [connector.not_checked for connector in coverage]
+        unchecked = [c.name for c in coverage if c.not_checked is not None]
+        advice = f"take {', '.join(unchecked)} out of the configuration"
+    if found := [reason for reason in reasons if reason is not None]:
+        raise ValueError(
+            f"kv_checksum_fail_closed is set, but {'; '.join(found)}: loads that "
+            "nobody checks would fail. Unset kv_checksum_fail_closed in "
+            "--kv-transfer-config, "
+            f"or {advice}."
+        )
+
+
+def why_whole_blocks_differ(kv_cache_groups: Sequence[Any]) -> str | None:
+    """Why a stored value may not be one whole block of every token, or None."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    for group in kv_cache_groups:
+        spec = group.kv_cache_spec
+        for one in getattr(spec, "kv_cache_specs", {None: spec}).values():
+            # Subclasses may hold something else than every token's KV.
+            if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"{type(one).__name__} layers are not full attention"
+    return None
+
+
+def why_not_summed(
+    skipped: Mapping[int, str] | None, group_ids: Collection[int]
+) -> str | None:
+    """Why not all of these groups are summed, or None.
+
+    Args:
+        skipped: reasons by KV cache group id; None if they are not known yet.
+        group_ids: the KV cache groups that are to be summed.
+
+    """
+    for group_id in group_ids:
+        if skipped and group_id in skipped:
+            return f"KV cache group {group_id}: {skipped[group_id]}"
+    return None

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Attention layers' caches as slices: in which order a block holds tokens' bytes.
+
+Dense keys and values of one dtype are rows: per head, one token's bytes after
+another's. Whatever else lies in a block is read only if its layout is known to a
+table here or in `formats`, by spec class, quantization mode and attention backend;
+each was seen written by vLLM's own writer, token by token
+(`test_kv_checksum_writers.py`, docs/design/kv_checksum.md).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (
+    LayerFormat,
+    TokenOrder,
+    element_format,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    LayerSlices,
+    LayerView,
+    Sharding,
+    SkipGroup,
+    block_ratio,
+    head_placement,
+    integer_view,
+    layer_number,
+    piece_width,
+    read_as,
+    slice_factors,
+)
+
+COVERED_SPECS = frozenset(
+    {
+        "ChunkedLocalAttentionSpec",
+        "FullAttentionSpec",
+        "HiddenStateCacheSpec",
+        "MLAAttentionSpec",
+        "RSWASpec",
+        "SinkFullAttentionSpec",
+        "SlidingWindowMLASpec",
+        "SlidingWindowSpec",
+    }
+)
+"""Spec classes whose blocks hold a request's tokens by position. Of others it is not
+known, so they are skipped; docs/design/kv_checksum.md has a row for each."""
+
+_MLA = frozenset({"MLAAttentionSpec"})
+_KEYS_AND_VALUES = COVERED_SPECS - {
+    "HiddenStateCacheSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowMLASpec",
+}
+_SCALES_PER_TOKEN_AND_HEAD = {
+    "INT8_PER_TOKEN_HEAD": 1,
+    "FP8_PER_TOKEN_HEAD": 1,
+    "INT4_PER_TOKEN_HEAD": 2,
+}
+"""Values per byte; behind the keys and behind the values lies a float32 scale."""
+
+_INDEXER_SEGMENTS = (128, 4)
+"""DeepSeek's sparse indexer: a token's fp8 values and its scales, in bytes."""
+
+_V4_SEGMENTS = (576, 8)
+"""DeepSeek-V4's ``fp8_ds_mla``: a token's fp8 and bf16 values, and its scales."""
+
+
+def attention_slices(
+    name: str,
+    spec: Any,
+    cache: torch.Tensor,
+    num_blocks: int,
+    shard: Sharding,
+    first_head: int,
+    layer: LayerFormat,
+) -> LayerSlices:
+    """Slices of an attention layer; `first_head` numbers its first global head.
+
+    Raises:
+        SkipGroup: the layer cannot be checksummed.
+
+    """
+    order = token_order(spec, layer)
+    key, head_offset = head_placement(spec, shard)
+    heads = range(
+        first_head + head_offset, first_head + head_offset + spec.num_kv_heads
+    )
+    factors = slice_factors(layer_number(name), heads, cache.device)
+    width, pieces, parts = _parts(spec, cache, num_blocks, order)
+    _check_shape(spec, cache, num_blocks)
+    views = [
+        LayerView(name, part, width, pieces, factors, key, first)
+        for part, first in parts
+    ]
+    total_heads = spec.num_kv_heads * (shard.tp_size // key[0])
+    return LayerSlices(
+        views,
+        total_heads,
+        _identity(spec, layer, total_heads),
+        remarks=_quantization_remarks(spec),
+    )
+
+
+def _identity(spec: Any, layer: LayerFormat, heads: int) -> str:
+    """How an unsharded layer's bytes are read, whatever its TP size and layout."""
+    stored_as = getattr(spec, "cache_dtype_str", None)
+    elements = layer.cache_dtype or element_format(stored_as) or str(spec.dtype)
+    sizes = f"{heads}x{spec.head_size}+{spec.head_size_v}"
+    return f"{elements}|{kind_of_cells(spec)}|{sizes}"
+
+
+# ---- what is known of a layer's blocks
+
+
+def token_order(spec: Any, layer: LayerFormat) -> TokenOrder:
+    """In which order a layer's blocks hold its tokens' bytes.
+
+    Raises:
+        SkipGroup: they hold no tokens by position, or the order is not known.
+
+    """
+    kind = type(spec).__name__
+    if kind not in COVERED_SPECS:
+        raise SkipGroup(
+            f"{kind} blocks are not numbered by token position", Skipped.SPEC_CLASS
+        )
+    if spec.tokens_per_state != 1:
+        raise SkipGroup(f"{spec.tokens_per_state} tokens per state", Skipped.COMPRESSED)
+    if spec.num_head_slots is not None:
+        raise SkipGroup("KV heads are packed into head slots", Skipped.PACKED_HEADS)
+    if layer.unknown is not None:
+        raise SkipGroup(layer.unknown, Skipped.BACKEND)
+    cells = kind_of_cells(spec)
+    if layer.cells is not None and cells not in layer.cells:
+        raise SkipGroup(
+            f"{layer.backend} was not seen writing {cells} cells", Skipped.BACKEND
+        )
+    order = _cell_order(spec)
+    if order is None:
+        raise SkipGroup(
+            f"{spec.state_content_size_bytes} bytes of {spec.dtype} per token and "
+            f"head, {cells}, in a format that is not known",
+            Skipped.PACKED_CELLS,
+        )
+    if layer.order is None:
+        return order
+    if order is not TokenOrder.ROWS or spec.state_content_bytes is not None:
+        raise SkipGroup(f"{layer.backend} with packed cells", Skipped.BACKEND)
+    return layer.order
+
+
+def kind_of_cells(spec: Any) -> str:
+    """How a token's bytes are quantized: the mode's name, or a format of its own."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    role = getattr(spec, "cache_role", None)
+    if role is interface.SparseCacheRole.INDEXER and spec.dtype == torch.uint8:
+        return "INDEXER"
+    stored_as = getattr(spec, "cache_dtype_str", None)
+    if stored_as is None:
+        return spec.kv_quant_mode.name
+    if stored_as == "fp8_ds_mla":
+        return "FP8_DS_MLA"
+    # A merged SlidingWindowMLASpec has lost its mode.
+    return interface.get_kv_quant_mode(stored_as).name
+
+
+def _cell_order(spec: Any) -> TokenOrder | None:
+    """The order that the spec alone tells; None if it is not known."""
+    kind, cells, content = (
+        type(spec).__name__,
+        kind_of_cells(spec),
+        spec.state_content_bytes,
+    )
+    if cells == "FP8_DS_MLA":
+        return _ds_mla_order(spec)
+    if cells == "INDEXER" and content is None and kind in _MLA:
+        return TokenOrder.INDEXER
+    if cells == "NONE" and content is None and spec.dtype.is_floating_point:
+        return TokenOrder.ROWS
+    if cells == "FP8_PER_TENSOR" and content is None and spec.dtype.itemsize == 1:
+        return TokenOrder.ROWS
+    if cells in _SCALES_PER_TOKEN_AND_HEAD and kind in _KEYS_AND_VALUES:
+        values = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+        if content == values // _SCALES_PER_TOKEN_AND_HEAD[cells] + 8:
+            return TokenOrder.ROWS
+    return None
+
+
+def _ds_mla_order(spec: Any) -> TokenOrder | None:
+    """DeepSeek's packed latents: V3.2's are rows, V4's lie apart from their scales."""
+    kind, version = type(spec).__name__, spec.model_version
+    content = spec.state_content_bytes if spec.dtype == torch.uint8 else None
+    if version is None and content == 656 and kind in _MLA:
+        return TokenOrder.ROWS
+    if version == "deepseek_v4" and content == sum(_V4_SEGMENTS):
+        return TokenOrder.V4_LATENTS
+    return None
+
+
+def _quantization_remarks(spec: Any) -> tuple[str, ...]:
+    """What stays outside a quantized layer's cells: the scales of whole tensors."""
+    if kind_of_cells(spec) == "FP8_PER_TENSOR":
+        return ("per-tensor KV scales (model weights, outside the cache)",)
+    return ()
+
+
+# ---- how it is read
+
+_Parts = list[tuple[torch.Tensor, int]]
+"""Views of blocks, each with the number of its first piece within a token."""
+
+
+def _parts(
+    spec: Any, cache: torch.Tensor, num_blocks: int, order: TokenOrder
+) -> tuple[int, int, _Parts]:
+    """A piece's width, a token's pieces, and the views that hold them."""
+    ratio = block_ratio(cache, num_blocks)
+    if order is TokenOrder.INDEXER:
+        return _segments(cache, ratio, _INDEXER_SEGMENTS)
+    if order is TokenOrder.V4_LATENTS:
+        return _segments(cache, ratio, _V4_SEGMENTS)
+    token_bytes = cache.shape[-1] * cache.element_size()
+    width = piece_width(token_bytes)
+    blocks = integer_view(cache, num_blocks, width)
+    if order is TokenOrder.ROWS:
+        return width, token_bytes // width, [(blocks, 0)]
+    if spec.head_size != spec.head_size_v or blocks.stride(3) != blocks.shape[4]:
+        raise SkipGroup("CPU attention's blocks are not dense")
+    if blocks.shape[4] % 2:
+        raise SkipGroup("a piece holds both keys and values, which lie apart")
+    if order is TokenOrder.CPU_VECTORS:
+        return width, token_bytes // width, _cpu_vectors(cache, num_blocks, blocks)
+    return width, token_bytes // width, _cpu_tiles(cache, ratio, width)
+
+
+def _check_shape(spec: Any, cache: torch.Tensor, num_blocks: int) -> None:
+    """Raise `SkipGroup` unless the cache has the spec's heads and block size."""
+    total, heads, tokens, _ = cache.shape
+    if total // num_blocks * tokens != spec.block_size:
+        raise SkipGroup(
+            f"{total // num_blocks} kernel blocks of {tokens} tokens do not tile a "
+            f"block of {spec.block_size}"
+        )
+    if heads != spec.num_kv_heads:
+        raise SkipGroup(f"the cache holds {heads} heads, not {spec.num_kv_heads}")
+
+
+def _cpu_vectors(cache: torch.Tensor, num_blocks: int, blocks: torch.Tensor) -> _Parts:
+    """CPU attention's ``vec`` and ``vec16``: keys transposed, values in rows.
+
+    The first half of a kernel block and head holds its keys as
+    ``[head_size, tokens]``, the second half its values token by token.
+    """
+    _, ratio, heads, tokens, pieces = blocks.shape
+    half = pieces // 2
+    elements = integer_view(cache, num_blocks, cache.element_size())
+    keys = elements.as_strided(
+        (num_blocks, ratio, heads, tokens, elements.shape[4] // 2),
+        (*elements.stride()[:3], 1, tokens),
+    )
+    values = blocks.as_strided(
+        (num_blocks, ratio, heads, tokens, half),
+        (*blocks.stride()[:3], half, 1),
+        blocks.storage_offset() + tokens * half,
+    )
+    return [(keys, 0), (values, half)]
+
+
+_TILE = 16
+"""Tokens of a tile of keys, and elements of one of values."""
+
+
+def _cpu_tiles(cache: torch.Tensor, ratio: int, width: int) -> _Parts:
+    """CPU attention's ``amx``: tiles of pairs, as the matrix unit takes them.
+
+    Keys lie as ``[tokens / 16, head_size / 2, 16 tokens, 2 elements]``, values
+    behind them as ``[head_size / 16, tokens / 2, 16 elements, 2 tokens]``. A tile of
+    16 or 2 tokens stands where kernel blocks do; values take a view per 16 elements.
+
+    Raises:
+        SkipGroup: tiles do not fill the block, or a block is several kernel blocks.
+
+    """
+    total, heads, tokens, content = cache.shape
+    size, head_size = cache.element_size(), content // 2
+    if ratio != 1 or tokens % 32 or head_size % 32:
+        raise SkipGroup("CPU attention's tiles do not fill a block", Skipped.BACKEND)
+    block, head = (stride * size for stride in cache.stride()[:2])
+    pair = 2 * size
+    keys = read_as(
+        cache,
+        pair,
+        0,
+        (total, tokens // _TILE, heads, _TILE, head_size // 2),
+        (block, _TILE * head_size * size, head, pair, _TILE * pair),
+    )
+    parts = [(keys, 0)]
+    for first in range(0, head_size, _TILE):
+        values = read_as(
+            cache,
+            size,
+            (tokens * head_size + first * tokens) * size,
+            (total, tokens // 2, heads, 2, _TILE),
+            (block, _TILE * pair, head, size, pair),
+        )
+        parts.append((values, (head_size + first) * size // width))
+    return parts
+
+
+def _segments(
+    cache: torch.Tensor, ratio: int, sizes: Sequence[int]
+) -> tuple[int, int, _Parts]:
+    """Blocks that hold a segment of every token, then the next of every token.
+
+    Raises:
+        SkipGroup: another format, or blocks that are not dense.
+
+    """
+    total, heads, tokens, content = cache.shape
+    cell, size = sum(sizes), cache.element_size()
+    if heads != 1 or content * size != cell:
+        raise SkipGroup(f"{heads} heads of {content * size} bytes, not {cell}")
+    block, _, token, _ = (stride * size for stride in cache.stride())
+    if tokens > 1 and token != cell:
+        raise SkipGroup("a token's bytes lie apart in blocks that are not dense")
+    width = min(piece_width(part) for part in sizes)
+    parts, before = [], 0
+    for part in sizes:
+        read = read_as(
+            cache,
+            width,
+            before * tokens,
+            (total // ratio, ratio, 1, tokens, part // width),
+            (block * ratio, block, block, part, width),
+        )
+        parts.append((read, before // width))
+        before += part
+    return width, cell // width, parts

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""KV cache groups: which layers count, how they are numbered, what is skipped."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    MASK64,
+    MAX_KV_HEADS_PER_LAYER,
+    STATE_BLOCK_SIZE,
+    Skipped,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker import states
+from vllm.distributed.kv_transfer.kv_checksum.worker.attention import attention_slices
+from vllm.distributed.kv_transfer.kv_checksum.worker.formats import LayerFormat
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    GroupView,
+    LayerSlices,
+    Sharding,
+    SkipGroup,
+    layer_hash,
+    layer_number,
+    layer_spec,
+    module_of,
+)
+
+_BY_SPEC = LayerFormat()
+
+
+def build_group(
+    group_id: int,
+    group: Any,
+    caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    shard: Sharding,
+    formats: Mapping[str, LayerFormat],
+) -> GroupView | None:
+    """The views of one KV cache group; None if none of its layers are here.
+
+    A worker's group names the layers of this worker alone, aliases of shared caches
+    included, so each of them must have a cache.
+
+    Several caches of one layer module number their heads one after another in
+    layer-name order, the next behind the global heads of the one before.
+
+    Raises:
+        SkipGroup: the group cannot be checksummed.
+
+    """
+    names = group.layer_names
+    if not names:
+        return None
+    if group.host_resident:
+        raise SkipGroup("the group is host-resident", Skipped.HOST_RESIDENT)
+    if missing := [name for name in names if name not in caches]:
+        raise SkipGroup(f"layer {missing[0]!r} has no cache here", Skipped.NO_CACHE)
+    specs = _owner_specs(names, group.kv_cache_spec, caches)
+    holds_states = {states.is_state_spec(spec) for spec in specs.values()}
+    if len(holds_states) > 1:
+        raise SkipGroup("the group mixes states and tokens", Skipped.STATES_AND_TOKENS)
+    next_head: dict[str, int] = {}
+    layers: list[LayerSlices] = []
+    fingerprint = 0
+    for name, spec in specs.items():
+        first = next_head.get(module_of(name), 0)
+        cache = caches[name]
+        if states.is_state_spec(spec):
+            layer = states.state_slices(name, spec, cache, num_blocks, shard, first)
+        else:
+            layer = attention_slices(
+                name, spec, cache, num_blocks, shard, first, formats.get(name, _BY_SPEC)
+            )
+        next_head[module_of(name)] = first + layer.heads
+        if first + layer.heads > MAX_KV_HEADS_PER_LAYER:
+            raise SkipGroup(
+                f"more than {MAX_KV_HEADS_PER_LAYER} KV heads or state rows per layer",
+                Skipped.TOO_MANY_HEADS,
+            )
+        layers.append(layer)
+        fingerprint += layer_hash(name, spec, layer.identity)
+    block_size = group.kv_cache_spec.block_size
+    views = [view for layer in layers for view in layer.views]
+    return GroupView(
+        group_id,
+        STATE_BLOCK_SIZE if True in holds_states else block_size,
+        views,
+        fingerprint & MASK64,
+        tuple(sorted({view.replica_key for view in views})),
+        equal_tp=any(layer.equal_tp for layer in layers),
+        remarks=tuple(sorted({r for layer in layers for r in layer.remarks})),
+    )
+
+
+def _owner_specs(
+    names: list[str], group_spec: Any, caches: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Specs by layer name in (number, name) order, aliases of one cache left out."""
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    modules: dict[int, str] = {}
+    specs: dict[str, Any] = {}
+    for name in sorted(names, key=lambda n: (layer_number(n), n)):
+        cache = caches[name]
+        place = (cache.data_ptr(), tuple(cache.shape), tuple(cache.stride()))
+        if place in seen:
+            continue
+        seen.add(place)
+        number, module = layer_number(name), module_of(name)
+        if modules.setdefault(number, module) != module:
+            raise SkipGroup(
+                f"layer number {number} stands in two modules", Skipped.LAYER_NAMES
+            )
+        specs[name] = layer_spec(group_spec, name)
+        if specs[name] is None:
+            raise SkipGroup(f"layer {name!r} has no KV cache spec", Skipped.SPEC_CLASS)
+    return specs
+
+
+def describe_group(group: Any) -> str:
+    """A group's spec types and number of layers, for log lines."""
+    spec = group.kv_cache_spec
+    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    kinds = sorted({type(spec).__name__ for spec in specs})
+    return f"{'/'.join(kinds)}, {len(group.layer_names)} layers"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The checksum in PyTorch: the reference, and what serves where nothing faster does.
+
+int64 arithmetic stands for uint64: products and sums wrap alike, and shifts are
+made logical by masking.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import FOLD_FACTOR
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    PIECE_DTYPES,
+    LayerView,
+    SumRows,
+)
+
+_MAX_GATHER_BYTES = 64 * 2**20
+"""Bound on the transient memory of one chunk of rows, in bytes."""
+
+_ARRAYS_PER_PIECE = 4
+"""int64 arrays alive at once per gathered piece: the pieces, their weights, and two
+shifted copies, or what reading them takes (a narrow or transposed copy)."""
+
+_LOW31 = 2**31 - 1
+_LOW32 = 2**32 - 1
+
+
+def prepare(layers: Sequence[LayerView]) -> SumRows:
+    """What sums `layers`."""
+
+    def run(rows: torch.Tensor, out: torch.Tensor) -> None:
+        for layer in layers:
+            _sum_layer(layer, rows, out)
+
+    return run
+
+
+def _sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
+    per_row = layer.units[0, 0, 0].numel() * 8 * _ARRAYS_PER_PIECE
+    step = max(1, _MAX_GATHER_BYTES // per_row)
+    for at in range(0, rows.shape[1], step):
+        chunk = slice(at, at + step)
+        out[chunk] += _sum_chunk(layer, *rows[:, chunk])
+
+
+def _sum_chunk(
+    layer: LayerView, ids: torch.Tensor, first: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    x = _pieces(layer, ids)
+    _, parts, _, tokens, pieces = x.shape
+    token = torch.arange(parts * tokens, device=x.device).view(1, parts, 1, tokens, 1)
+    piece = torch.arange(pieces, device=x.device) + layer.first_piece
+    weights = (first.view(-1, 1, 1, 1, 1) + token) * layer.pieces + piece
+    weights.mul_(2).add_(1)
+    x ^= (x >> 33).bitwise_and_(_LOW31)
+    x *= layer.factors.view(1, 1, -1, 1, 1)
+    x *= weights
+    folded = (x >> 32).bitwise_and_(_LOW32).mul_(FOLD_FACTOR)
+    folded ^= folded >> 32
+    x ^= folded.bitwise_and_(_LOW32)
+    x.masked_fill_(token >= valid.view(-1, 1, 1, 1, 1), 0)
+    return x.sum(dim=(1, 2, 3, 4))
+
+
+def _pieces(layer: LayerView, ids: torch.Tensor) -> torch.Tensor:
+    """int64 pieces ``(n, parts, heads, tokens, pieces)``, a fresh tensor."""
+    _, _, inner, *_ = layer.units.shape
+    blocks, units = ids // layer.units_per_block, ids % layer.units_per_block
+    raw = layer.units[blocks, units // inner, units % inner]
+    if layer.elements_per_piece > 1:
+        raw = raw.contiguous().view(PIECE_DTYPES[layer.piece_bytes])
+    if raw.dtype == torch.int64:
+        return raw
+    return raw.to(torch.int64).bitwise_and_((1 << 8 * layer.piece_bytes) - 1)

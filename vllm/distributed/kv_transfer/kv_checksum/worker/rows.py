@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The rows of one step: which units are summed, for all requests at once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import KVChecksumBlocks
+from vllm.distributed.kv_transfer.kv_checksum.stored import (
+    BlockRun,
+    block_checksum_tags,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import GroupView
+
+
+@dataclass
+class Part:
+    """Where one request's sums of one group lie in the copied buffer.
+
+    `start` is the first unit's number in the request. With `stored`, the buffer's last
+    column holds what was stored with the units' blocks.
+    """
+
+    req_id: str
+    group: GroupView
+    start: int
+    rows: slice
+    stored: bool = False
+
+
+def build_rows(
+    groups: Mapping[int, GroupView], work: Mapping[str, KVChecksumBlocks]
+) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[Part]]:
+    """Rows of all groups: int64 ``(3, n)`` of unit, first token, valid tokens.
+
+    A block's units are as many rows, one behind the other; a unit's number is that in
+    its block plus the units of all blocks of lower ids. Each group starts at an even
+    column, so that reads of it stay 16-byte aligned. A request without blocks of a
+    group has a part of no rows.
+    """
+    tables: list[np.ndarray] = []
+    segments: list[tuple[GroupView, slice]] = []
+    parts: list[Part] = []
+    at = 0
+    for group_id, group in groups.items():
+        found = [
+            (req_id, blocks.num_tokens, *blocks.groups[group_id])
+            for req_id, blocks in work.items()
+            if group_id in blocks.groups
+        ]
+        if not found:
+            continue
+        req_ids, num_tokens, starts, ids = zip(*found, strict=True)
+        per_block = group.units_per_block
+        # No blocks are no rows, and no list of an unknown type.
+        ids = [np.asarray(i, np.int64) for i in ids]
+        lengths = np.array([len(i) for i in ids]) * per_block
+        starts = np.array(starts) * per_block
+        ends = lengths.cumsum()
+        total = int(ends[-1])
+        table: np.ndarray = np.zeros((3, total + total % 2), np.int64)
+        blocks = np.concatenate(ids)
+        if per_block > 1:
+            blocks = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
+        table[0, :total] = blocks
+        position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
+        first = np.multiply(position, group.unit_size, out=table[1, :total])
+        valid = np.repeat(num_tokens, lengths) - first
+        np.clip(valid, 0, group.unit_size, out=table[2, :total])
+        tables.append(table)
+        if total:
+            segments.append((group, slice(at, at + total)))
+        begins = (at + ends - lengths).tolist()
+        parts += [
+            Part(req_id, group, start, slice(begin, begin + length))
+            for req_id, start, begin, length in zip(
+                req_ids, starts.tolist(), begins, lengths.tolist(), strict=True
+            )
+        ]
+        at += table.shape[1]
+    rows = np.concatenate(tables, axis=1) if tables else np.zeros((3, 0), np.int64)
+    return rows, segments, parts
+
+
+def entry_rows(
+    runs: Sequence[BlockRun], parts: Sequence[Part], num_rows: int
+) -> tuple[np.ndarray, int]:
+    """What makes entries of the runs' sums, and how many entries there are.
+
+    Rows of int64 ``(3, num_rows)``: per unit the number of its entry (that behind the
+    last one where there is no unit); per entry its block id, and its tag.
+
+    Args:
+        runs: the blocks to fill entries for.
+        parts: where each run's units lie; its request id is the run's number.
+        num_rows: the number of rows that are summed, padding included.
+
+    """
+    number = sum(len(run.block_ids) for run in runs)
+    rows: np.ndarray = np.full((3, num_rows), number, np.int64)
+    at = 0
+    for part in parts:
+        run = runs[int(part.req_id)]
+        entries = slice(at, at + len(run.block_ids))
+        units = rows[0, part.rows].reshape(-1, part.group.units_per_block)
+        units[:] = np.arange(entries.start, entries.stop)[:, None]
+        rows[1, entries] = run.block_ids
+        tags = block_checksum_tags(run.block_hashes, part.group.fingerprint)
+        rows[2, entries] = tags.view(np.int64)
+        at = entries.stop
+    return rows, number

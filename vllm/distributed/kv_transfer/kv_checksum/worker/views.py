@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Views of caches: what a layer's slices are made of.
+
+A `LayerView` reads a layer's cache in the checksum's order, token by token,
+whatever its memory layout. A group with a layer that cannot be read so is
+skipped whole, with its reason: never a silently wrong subset. Attention layers
+are in `cells`, states in `mamba`, groups in `groups`.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    ReplicaKey,
+    Skipped,
+    slice_factor,
+    unit_size,
+)
+
+PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+_ELEMENT_DTYPES = {**PIECE_DTYPES, 1: torch.uint8}
+"""Where a piece's bytes lie apart, what is read may be narrower than a piece."""
+
+
+class SkipGroup(Exception):
+    """A group cannot be checksummed; the message is the category and the reason."""
+
+    def __init__(self, reason: str, category: Skipped = Skipped.MEMORY_LAYOUT) -> None:
+        super().__init__(f"{category.value}: {reason}")
+
+
+@dataclass
+class LayerView:
+    """One layer's cache, or a part of it, read as pieces.
+
+    Attributes:
+        blocks: integer view of shape ``(num_blocks, kernel blocks per block,
+            heads, tokens per kernel block, pieces)``, of any strides. Where a
+            piece's bytes lie apart, the last dim counts narrower elements, and
+            consecutive ones make a piece.
+        piece_bytes: width of a piece (8, 4 or 2).
+        pieces: pieces per token and head, of the whole layer.
+        factors: signed int64 tensor ``(heads,)``: the factors ``m`` of
+            consecutive slices.
+        replica_key: which copy of the layer this rank holds.
+        first_piece: number, within a token, of the first piece that `blocks`
+            holds; a token whose bytes lie apart is read as several views.
+        units: `blocks` by units, see `units_of`.
+
+    """
+
+    name: str
+    blocks: torch.Tensor
+    piece_bytes: int
+    pieces: int
+    factors: torch.Tensor
+    replica_key: ReplicaKey
+    first_piece: int = 0
+    units: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.units = units_of(self.blocks)
+
+    @property
+    def elements_per_piece(self) -> int:
+        """1 unless a piece's bytes lie apart."""
+        return self.piece_bytes // self.blocks.element_size()
+
+    @property
+    def units_per_block(self) -> int:
+        return self.units.shape[1] * self.units.shape[2]
+
+
+SumRows = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds sums of some layers' units to `out` (int64 ``(n,)``, of any stride) for `rows`
+(int64 ``(3, n)``): the unit (its number in its block, behind those of all blocks
+before), position in the request of its first token, number of its tokens that count."""
+
+
+@dataclass
+class LayerSlices:
+    """One layer's views and what its group needs to know of them.
+
+    Attributes:
+        views: how its bytes are read.
+        heads: KV heads (for states: rows) of the unsharded layer.
+        identity: what the fingerprint says of it besides its name and spec type.
+        equal_tp: parts of other TP sizes do not add up to the same value.
+        remarks: parts of the layer that are not covered.
+
+    """
+
+    views: list[LayerView]
+    heads: int
+    identity: str
+    equal_tp: bool = False
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass
+class GroupView:
+    """The layers of one KV cache group on this worker.
+
+    Attributes:
+        block_size: tokens per block; 1 where a block holds a state, which counts
+            as one token.
+        layers: their views; a layer may have several.
+        fingerprint: sum mod 2**64 of the layers' hashes.
+        replica_keys: which copies of layers this worker holds.
+        equal_tp: comparable only between instances of equal TP size.
+        remarks: what of the layers is not covered.
+
+    """
+
+    group_id: int
+    block_size: int
+    layers: list[LayerView]
+    fingerprint: int
+    replica_keys: tuple[ReplicaKey, ...]
+    equal_tp: bool = False
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def unit_size(self) -> int:
+        return unit_size(self.block_size)
+
+    @property
+    def units_per_block(self) -> int:
+        return self.block_size // self.unit_size
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Where this worker stands.
+
+    `uniform_kv_heads` is the model's KV head count if every layer shares it.
+    """
+
+    tp_rank: int
+    tp_size: int
+    uniform_kv_heads: int | None
+
+
+def layer_number(name: str) -> int:
+    """The one number in a layer's name.
+
+    Raises:
+        SkipGroup: the name has none or several.
+
+    """
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1:
+        raise SkipGroup(
+            f"layer name {name!r} does not hold exactly one layer number",
+            Skipped.LAYER_NAMES,
+        )
+    return int(numbers[0])
+
+
+def module_of(name: str) -> str:
+    """The layer module a cache belongs to: its name up to the layer number."""
+    parts = name.split(".")
+    at = next(i for i, part in enumerate(parts) if part.isdecimal())
+    return ".".join(parts[: at + 1])
+
+
+def layer_hash(name: str, spec: Any, identity: str) -> int:
+    """A layer's share of the fingerprint; stable across machines and versions."""
+    text = f"{name}|{type(spec).__name__}|{identity}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def layer_spec(group_spec: Any, name: str) -> Any:
+    """A layer's own spec, or None for an alias that a uniform-type spec lacks."""
+    specs = getattr(group_spec, "kv_cache_specs", None)
+    return group_spec if specs is None else specs.get(name)
+
+
+def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
+    """This rank's replica key and its first global head of a layer.
+
+    Raises:
+        SkipGroup: the spec does not tell how many ranks hold the same heads.
+
+    """
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+    tp, heads = shard.tp_size, spec.num_kv_heads
+    if spec.max_tp_shards is not None:
+        replicas = max(1, tp // spec.max_tp_shards)
+    elif isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        replicas = tp
+    elif heads > 1 or tp == 1:
+        replicas = 1
+    elif shard.uniform_kv_heads is None:
+        raise SkipGroup(
+            "it is not known how many TP ranks hold the same KV head", Skipped.REPLICAS
+        )
+    else:
+        replicas = max(1, tp // shard.uniform_kv_heads)
+    key = (replicas, shard.tp_rank % replicas)
+    return key, shard.tp_rank // replicas * heads
+
+
+def piece_width(token_bytes: int) -> int:
+    """Bytes of a piece, given the bytes of one token and head.
+
+    Raises:
+        SkipGroup: the token is no whole number of pieces.
+
+    """
+    for width in (8, 4, 2):
+        if token_bytes % width == 0:
+            return width
+    raise SkipGroup(f"a token's {token_bytes} bytes are no whole pieces")
+
+
+def read_as(
+    cache: torch.Tensor,
+    width: int,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """View the storage of `cache` as integers of `width` bytes, without a copy.
+
+    Args:
+        cache: a KV cache tensor of any dtype.
+        width: bytes of an integer.
+        offset: where to begin, in bytes behind the cache's first byte.
+        shape: the view's shape, in integers.
+        strides: the view's strides, in bytes.
+
+    Raises:
+        SkipGroup: offset or strides are no whole pieces.
+
+    """
+    start = cache.storage_offset() * cache.element_size() + offset
+    if any(stride % width for stride in (*strides, start)):
+        raise SkipGroup("the cache's strides are not whole pieces")
+    view = torch.empty(0, dtype=_ELEMENT_DTYPES[width], device=cache.device)
+    view.set_(
+        cache.untyped_storage(),
+        start // width,
+        shape,
+        [stride // width for stride in strides],
+    )
+    return view
+
+
+def block_ratio(cache: torch.Tensor, num_blocks: int) -> int:
+    """Kernel blocks per block of a ``[B, H, N, C]`` cache.
+
+    Raises:
+        SkipGroup: it does not hold `num_blocks` blocks of contiguous cells.
+
+    """
+    if cache.dim() != 4:
+        raise SkipGroup(f"the cache has {cache.dim()} dimensions, not 4")
+    total, content = cache.shape[0], cache.shape[3]
+    if num_blocks <= 0 or total % num_blocks:
+        raise SkipGroup(f"the cache holds {total} blocks, not {num_blocks}")
+    if content > 1 and cache.stride(3) != 1:
+        raise SkipGroup("a token's bytes are not contiguous")
+    return total // num_blocks
+
+
+def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tensor:
+    """View a ``[B, H, N, C]`` cache as integers of `width` bytes, without a copy.
+
+    Returns shape ``(num_blocks, B / num_blocks, H, N, C bytes / width)``.
+
+    Raises:
+        SkipGroup: blocks or strides do not fit.
+
+    """
+    ratio = block_ratio(cache, num_blocks)
+    size = cache.element_size()
+    _, heads, tokens, content = cache.shape
+    block, head, token, _ = (stride * size for stride in cache.stride())
+    shape = (num_blocks, ratio, heads, tokens, content * size // width)
+    return read_as(cache, width, 0, shape, (block * ratio, block, head, token, width))
+
+
+def units_of(blocks: torch.Tensor) -> torch.Tensor:
+    """View a `LayerView`'s blocks by units, without a copy.
+
+    Returns shape ``(num_blocks, kernel blocks, units, parts of a unit, heads, tokens,
+    pieces)``: a kernel block holds several units, or a unit is made of several.
+
+    Raises:
+        SkipGroup: neither is the case.
+
+    """
+    number, ratio, heads, tokens, pieces = blocks.shape
+    block, part, head, token, piece = blocks.stride()
+    size = unit_size(ratio * tokens)
+    if part == tokens * token:
+        # Kernel blocks follow one another like tokens.
+        ratio, tokens = 1, ratio * tokens
+    if tokens % size == 0:
+        shape = (number, ratio, tokens // size, 1, heads, size, pieces)
+        return blocks.as_strided(
+            shape, (block, part, size * token, 0, head, token, piece)
+        )
+    if size % tokens == 0:
+        parts = size // tokens
+        shape = (number, ratio // parts, 1, parts, heads, tokens, pieces)
+        return blocks.as_strided(
+            shape, (block, parts * part, 0, part, head, token, piece)
+        )
+    raise SkipGroup(f"kernel blocks of {tokens} tokens and units of {size} do not nest")
+
+
+def slice_factors(layer: int, heads: Iterable[int], device: Any) -> torch.Tensor:
+    """The factors of a layer's heads, as signed int64 on `device`."""
+    values = [slice_factor(layer, head) for head in heads]
+    signed = [v - 2**64 if v >= 2**63 else v for v in values]
+    return torch.tensor(signed, dtype=torch.int64, device=device)

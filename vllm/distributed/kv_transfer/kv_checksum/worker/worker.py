@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A request's life on a worker: what is summed, when, and how it reaches the host.
+
+Nothing here waits for the device on the engine step. Sums are added up on the
+device; the worker's own stream copies them to pinned memory, and whoever needs
+them first (the pickling thread, or the scheduler in the same process) waits for
+that copy's event.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    KVChecksumBlocks,
+    KVChecksumGroup,
+    KVChecksumRecord,
+    KVChecksumScheduled,
+)
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks, why_not_summed
+from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (
+    LayerFormat,
+    layer_formats,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker.groups import (
+    build_group,
+    describe_group,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import (
+    Prepare,
+    select_backend,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker.rows import (
+    Part,
+    build_rows,
+    entry_rows,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    GroupView,
+    Sharding,
+    SkipGroup,
+    SumRows,
+)
+from vllm.logger import init_logger
+from vllm.utils import torch_utils
+
+__all__ = [
+    "KVChecksumOutput",
+    "KVChecksumWorker",
+    "create_kv_checksum_worker",
+]
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class _Pending:
+    """Sums on their way to the host.
+
+    `device` keeps the device buffer alive until `event` has passed.
+    """
+
+    record: KVChecksumRecord
+    parts: list[Part]
+    host: torch.Tensor
+    device: torch.Tensor
+    event: Any = None
+
+    def finalize(self) -> KVChecksumRecord:
+        if self.event is not None:
+            self.event.synchronize()
+        values = self.host.numpy().view(np.uint64)
+        for part in self.parts:
+            keys, group_id = part.group.replica_keys, part.group.group_id
+            self.record.checksums[part.req_id][group_id] = KVChecksumGroup(
+                part.start, keys, values[part.rows, : len(keys)].copy()
+            )
+            if part.stored:
+                stored = self.record.stored.setdefault(part.req_id, {})
+                per_block = part.group.units_per_block
+                stored[group_id] = values[part.rows, -1][::per_block].copy()
+        return self.record
+
+
+class KVChecksumOutput:
+    """Records of one or more workers for one step, possibly still being copied.
+
+    Pickles as its records; `finalize` may be called from any thread, repeatedly.
+    """
+
+    def __init__(self, entries: "list[_Pending | KVChecksumRecord]") -> None:
+        self._entries = entries
+
+    def finalize(self) -> list[KVChecksumRecord]:
+        """Wait for the copies; the records."""
+        self._entries = [
+            e.finalize() if isinstance(e, _Pending) else e for e in self._entries
+        ]
+        return list(self._entries)  # type: ignore[arg-type]
+
+    def aggregate(self, other: "KVChecksumOutput | None") -> "KVChecksumOutput":
+        """Both outputs' records in a new output, without waiting."""
+        return KVChecksumOutput(self._entries + (other._entries if other else []))
+
+    def __reduce__(self) -> Any:
+        return KVChecksumOutput, (self.finalize(),)
+
+
+class KVChecksumWorker:
+    """Sums KV blocks of this worker's layers.
+
+    Args:
+        kv_cache_config: vLLM's KV cache configuration of this worker.
+        kv_caches: per layer name, its ``[B, H, N, C]`` cache.
+        tp_rank, tp_size, pp_rank: where this worker stands.
+        uniform_kv_heads: the model's KV head count if every layer shares it.
+        formats: per layer name, how vLLM's layer keeps its cache; of layers that are
+            not in it their specs alone tell.
+
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: Any,
+        kv_caches: Mapping[str, torch.Tensor],
+        *,
+        tp_rank: int,
+        tp_size: int,
+        pp_rank: int,
+        uniform_kv_heads: int | None,
+        formats: Mapping[str, LayerFormat] | None = None,
+    ) -> None:
+        self.tp_rank, self.pp_rank = tp_rank, pp_rank
+        self.groups: dict[int, GroupView] = {}
+        self.skipped: dict[int, str] = {}
+        # Those that any worker of the instance skips, once that is known.
+        self.skipped_anywhere = self.skipped
+        shard = Sharding(tp_rank, tp_size, uniform_kv_heads)
+        for group_id in kv_cache_config.transfer_group_ids:
+            group = kv_cache_config.kv_cache_groups[group_id]
+            try:
+                view = build_group(
+                    group_id,
+                    group,
+                    kv_caches,
+                    kv_cache_config.num_blocks,
+                    shard,
+                    formats or {},
+                )
+            except SkipGroup as reason:
+                self.skipped[group_id] = str(reason)
+                continue
+            if view is not None:
+                self.groups[group_id] = view
+        self._num_blocks: int = kv_cache_config.num_blocks
+        # One entry per block, of the groups whose checksums are stored.
+        self._block_checksums: torch.Tensor | None = None
+        self._stored_groups: frozenset[int] = frozenset()
+        device = next(iter(kv_caches.values())).device if kv_caches else "cpu"
+        self.device = torch.device(device)
+        self._copy_stream = (
+            None if self.device.type == "cpu" else torch.cuda.Stream(self.device)
+        )
+        self._prepare(select_backend(self.device))
+        self._columns = max(
+            (len(g.replica_keys) for g in self.groups.values()), default=1
+        )
+        self._sends: dict[str, KVChecksumBlocks] = {}
+        self._recvs: dict[str, KVChecksumBlocks] = {}
+        self._started: set[str] = set()
+        self._equal_tp = frozenset(i for i, g in self.groups.items() if g.equal_tp)
+        self._say_what_is_covered(kv_cache_config, tp_size)
+
+    def _say_what_is_covered(self, kv_cache_config: Any, tp_size: int) -> None:
+        """One line for what is covered, one for what is not (startup)."""
+        here = f"PP rank {self.pp_rank}, TP rank {self.tp_rank}"
+        kinds = {
+            i: describe_group(kv_cache_config.kv_cache_groups[i])
+            for i in kv_cache_config.transfer_group_ids
+        }
+        covered = [f"{i} ({kinds[i]})" for i in sorted(self.groups)]
+        logger.info(
+            "KV checksums cover KV cache groups %s on %s",
+            ", ".join(covered) or "none",
+            here,
+        )
+        missing = [f"group {i} ({kinds[i]}): {r}" for i, r in self.skipped.items()]
+        for i, group in self.groups.items():
+            missing += [f"of group {i}: {remark}" for remark in group.remarks]
+            if group.equal_tp:
+                missing.append(
+                    f"group {i} if the other side's TP size is not {tp_size}"
+                )
+        if missing:
+            logger.warning(
+                "KV checksums do not cover, on %s: %s", here, "; ".join(missing)
+            )
+
+    def _prepare(self, prepare: Prepare) -> None:
+        """Make what sums each group's layers, by column (replica key).
+
+        One row of which nothing counts compiles what it needs, so that no step
+        waits for that; layers of one shape share a compiled variant.
+        """
+        rows = torch.zeros((3, 1), dtype=torch.int64, device=self.device)
+        out = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        self._sums: dict[int, list[tuple[int, SumRows]]] = {}
+        for group_id, group in self.groups.items():
+            self._sums[group_id] = []
+            for column, key in enumerate(group.replica_keys):
+                layers = [x for x in group.layers if x.replica_key == key]
+                sum_rows = prepare(layers)
+                sum_rows(rows, out[:, 0])
+                self._sums[group_id].append((column, sum_rows))
+
+    def bind(self, scheduled: KVChecksumScheduled | None) -> None:
+        """Take over what the scheduler asks of this step. Once per step."""
+        self._sends, self._started = {}, set()
+        if scheduled is not None:
+            self._sends = scheduled.reqs_to_send
+            started = {**scheduled.reqs_to_recv, **scheduled.reqs_to_load}
+            self._recvs.update(started)
+            self._started = {*started}
+
+    def post_forward(
+        self,
+        finished_recving: set[str] | None,
+        failed_recving: set[str],
+        finished_req_ids: set[str],
+        defer_sends: bool = False,
+        received: dict[str, bytes] | None = None,
+    ) -> KVChecksumOutput | None:
+        """Sum the loads that finished and, unless deferred, this step's sends.
+
+        Args:
+            finished_recving: requests whose load this worker reports finished.
+            failed_recving: those of them whose load failed.
+            finished_req_ids: requests that ended since the last step.
+            defer_sends: the drafter still writes KV; `finalize_step` follows.
+            received: payloads that the connector received, by request id.
+
+        """
+        work: dict[str, KVChecksumBlocks] = {}
+        if self._recvs:
+            # A load that starts in this step is that of a new request of the id.
+            for req_id in finished_req_ids - self._started:
+                self._recvs.pop(req_id, None)
+            for req_id in finished_recving or ():
+                blocks = self._recvs.pop(req_id, None)
+                if blocks is not None and req_id not in failed_recving:
+                    work[req_id] = blocks
+        output = self._sum(work)
+        if received:
+            record = KVChecksumRecord(
+                self.pp_rank, self.tp_rank, checksums={}, received=received
+            )
+            output = KVChecksumOutput([record]).aggregate(output)
+        if not defer_sends:
+            output = self.finalize_step(output)
+        return output
+
+    def finalize_step(self, output: KVChecksumOutput | None) -> KVChecksumOutput | None:
+        """Sum this step's sends, after everything that writes their KV."""
+        sends, self._sends = self._sends, {}
+        sums = self._sum(sends)
+        if output is None or sums is None:
+            return output or sums
+        return output.aggregate(sums)
+
+    def init_block_checksums(self, group_ids: Collection[int]) -> torch.Tensor:
+        """Keep an entry per block for these KV cache groups.
+
+        Returns the entries, int64 ``(num_blocks,)`` on the cache's device, the same
+        ones at every call: the connector moves an entry wherever it moves the
+        block's KV, and has it back before it reports the load finished.
+
+        Raises:
+            ValueError: a group is not summed here; the message says why.
+
+        """
+        reason = why_not_summed(self.skipped_anywhere, group_ids)
+        if reason is not None:
+            raise ValueError(reason)
+        self._stored_groups |= frozenset(group_ids)
+        if self._block_checksums is None:
+            self._block_checksums = torch.zeros(
+                self._num_blocks, dtype=torch.int64, device=self.device
+            )
+        return self._block_checksums
+
+    def save_block_checksums(self, runs: Sequence[BlockRun]) -> None:
+        """Queue the entries of full blocks on the current stream.
+
+        After the forward that wrote them and before the connector reads them; not
+        at all for blocks of groups that have no layers here.
+
+        Raises:
+            ValueError: no entries are kept, or hashes are malformed.
+
+        """
+        if self._block_checksums is None:
+            raise ValueError("init_block_checksums was not called")
+        runs = [run for run in runs if run.group_id in self.groups]
+        sizes = {i: group.block_size for i, group in self.groups.items()}
+        work = {str(i): r.blocks(sizes[r.group_id]) for i, r in enumerate(runs)}
+        rows, segments, parts = build_rows(self.groups, work)
+        if not segments:
+            return
+        entries, number = entry_rows(runs, parts, rows.shape[1])
+        device_rows, sums = self._queue_sums(
+            np.concatenate([rows, entries]), segments, self._columns
+        )
+        # One more for the columns that only pad.
+        totals = torch.zeros(number + 1, dtype=torch.int64, device=self.device)
+        totals.index_add_(0, device_rows[3], sums.sum(dim=1))
+        blocks, tags = device_rows[4:, :number]
+        self._block_checksums[blocks] = totals[:number] ^ tags
+
+    def _queue_sums(
+        self, rows: np.ndarray, segments: list[tuple[GroupView, slice]], columns: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue the sums of `rows`: the rows and ``(n, columns)`` on the device."""
+        device_rows = torch_utils.async_tensor_h2d(
+            torch.from_numpy(rows), device=self.device
+        )
+        sums = torch.zeros(
+            (rows.shape[1], columns), dtype=torch.int64, device=self.device
+        )
+        for group, segment in segments:
+            for column, sum_rows in self._sums[group.group_id]:
+                sum_rows(device_rows[:3, segment], sums[segment, column])
+        return device_rows, sums
+
+    def _sum(self, work: dict[str, KVChecksumBlocks]) -> KVChecksumOutput | None:
+        if not work:
+            return None
+        record = KVChecksumRecord(
+            self.pp_rank,
+            self.tp_rank,
+            checksums={req_id: {} for req_id in work},
+            skipped_groups=self.skipped,
+            equal_tp_groups=self._equal_tp,
+            fingerprints={i: g.fingerprint for i, g in self.groups.items()},
+            num_tokens={req_id: b.num_tokens for req_id, b in work.items()},
+            seqs={req_id: b.seq for req_id, b in work.items()},
+        )
+        rows, segments, parts = build_rows(self.groups, work)
+        if not parts:
+            return KVChecksumOutput([record])
+        for part in parts:
+            part.stored = (
+                work[part.req_id].stored and part.group.group_id in self._stored_groups
+            )
+        with_stored = any(part.stored for part in parts)
+        device_rows, sums = self._queue_sums(
+            rows, segments, self._columns + with_stored
+        )
+        if with_stored:
+            assert self._block_checksums is not None
+            for group, segment in segments:
+                blocks = device_rows[0, segment] // group.units_per_block
+                sums[segment, -1] = self._block_checksums[blocks]
+        return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
+
+    def _copy_to_host(
+        self, record: KVChecksumRecord, parts: list[Part], sums: torch.Tensor
+    ) -> _Pending:
+        if self._copy_stream is None:
+            return _Pending(record, parts, sums, sums)
+        # The current stream is asked for here: the runner switches streams later
+        # than this object is made.
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        event = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._copy_stream):
+            host.copy_(sums, non_blocking=True)
+            event.record(self._copy_stream)
+        sums.record_stream(self._copy_stream)
+        return _Pending(record, parts, host, sums, event)
+
+
+def create_kv_checksum_worker(
+    vllm_config: Any, connector: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> KVChecksumWorker | None:
+    """Create the worker's part and hand it to the connector.
+
+    Return None if no load needs sums.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        connector: this worker's connector, of which nothing is read with checksums off.
+        kv_caches: per layer name, its cache.
+
+    """
+    if not sums_blocks(vllm_config):
+        return None
+    kv_cache_config = connector._kv_cache_config
+    if not sums_blocks(vllm_config, kv_cache_config):
+        return None
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tp = get_tp_group()
+    worker = KVChecksumWorker(
+        kv_cache_config,
+        kv_caches,
+        tp_rank=tp.rank_in_group,
+        tp_size=tp.world_size,
+        pp_rank=get_pp_group().rank_in_group,
+        uniform_kv_heads=_uniform_kv_heads(vllm_config),
+        formats=layer_formats(vllm_config, kv_caches),
+    )
+    # All ranks decide alike what is stored: a value is one of all of them or of none.
+    for group in (tp, get_pp_group()):
+        worker.skipped_anywhere = _of_all_ranks(worker.skipped_anywhere, group)
+    connector.set_kv_checksum_worker(worker)
+    return worker
+
+
+def _of_all_ranks(skipped: dict[int, str], group: Any) -> dict[int, str]:
+    """What the ranks of a process group skip, all together."""
+    if group.world_size == 1:
+        return skipped
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, skipped, group=group.cpu_group)
+    return {i: reason for one in reversed(found) for i, reason in one.items()}
+
+
+def _uniform_kv_heads(vllm_config: Any) -> int | None:
+    """The KV head count that every layer, a draft model's too, shares, or None."""
+    model = vllm_config.model_config
+    heads = model.get_total_num_kv_heads()
+    if model.model_arch_config.per_layer_overrides:
+        return None
+    if getattr(model.hf_text_config, "num_global_key_value_heads", None):
+        return None
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft.get_total_num_kv_heads() != heads:
+        return None
+    return heads
