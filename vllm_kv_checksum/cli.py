@@ -6,6 +6,7 @@ from pathlib import Path
 
 from . import apply as installer
 from .diff import diff
+from .patches import write_patches
 from .series import load_series
 from .wheel import patch_wheel
 
@@ -15,6 +16,12 @@ def feature_dir() -> Path:
     here = Path(__file__).resolve().parent
     packaged = here / "_feature"
     return packaged if packaged.is_dir() else here.parent / "vllm" / installer.FEATURE
+
+
+def checkout() -> Path | None:
+    """The project's checkout, or None if only the package is installed."""
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / "tests" / "series").is_dir() else None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,6 +62,20 @@ def build_parser() -> argparse.ArgumentParser:
         "diff", parents=[tree], help="print what apply would change, for git apply"
     )
     command = commands.add_parser(
+        "format-patch",
+        parents=[tree],
+        help="write what apply would change as a series of patches, for git am",
+    )
+    command.add_argument(
+        "-o", dest="folder", type=Path, metavar="DIR", required=True, help="where to"
+    )
+    command.add_argument(
+        "--from",
+        dest="author",
+        metavar="NAME <ADDRESS>",
+        help="the patches' author (default: git's identity)",
+    )
+    command = commands.add_parser(
         "wheel", help="write a patched wheel from vLLM's own, to pin in an image"
     )
     command.add_argument("base", type=Path, metavar="BASE.whl", help="vLLM's own wheel")
@@ -91,6 +112,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     elif arguments.command == "revert":
         print(installer.revert(package, force=arguments.force))
+    elif arguments.command == "format-patch":
+        for path in write_patches(
+            package,
+            feature_dir(),
+            arguments.folder,
+            author=arguments.author,
+            checkout=checkout(),
+        ):
+            print(path)
     elif arguments.command == "diff":
         sys.stdout.write(diff(package, load_series(), feature_dir()))
     else:

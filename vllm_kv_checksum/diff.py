@@ -10,26 +10,31 @@ from .edits import Module
 
 
 def diff(package: Path, series: list[Module], feature_dir: Path) -> str:
-    """The unified diff of applying, for ``git apply`` in the folder of the package."""
+    """Return the diff of applying, for ``git apply`` in the folder of the package."""
     manifest = read_manifest(package)
     if manifest is not None:
         refuse_wheel(package, manifest)
     plan = make_plan(package, series, feature_dir, force=True)
     parts: list[str] = []
     for name, old in plan.originals.items():
-        parts += _diff(f"a/vllm/{name}", f"b/vllm/{name}", old, plan.edited[name])
+        if old != plan.edited[name]:
+            parts += file_diff(f"vllm/{name}", old, plan.edited[name])
     for name, data in plan.feature.items():
-        path = f"vllm/{FEATURE}/{name}"
-        parts += [f"diff --git a/{path} b/{path}\n", "new file mode 100644\n"]
-        parts += _diff("/dev/null", f"b/{path}", b"", data)
+        parts += file_diff(f"vllm/{FEATURE}/{name}", None, data)
     return "".join(parts)
 
 
-def _diff(old_name: str, new_name: str, old: bytes, new: bytes) -> Iterator[str]:
+def file_diff(path: str, old: bytes | None, new: bytes) -> Iterator[str]:
+    """Yield the lines of one file's diff in git's format; `old` None: it is new."""
+    yield f"diff --git a/{path} b/{path}\n"
+    old_name = f"a/{path}"
+    if old is None:
+        yield "new file mode 100644\n"
+        old_name = "/dev/null"
     # Not str.splitlines(), which also splits at what is no end of line to git.
     before, after = (
         io.StringIO(data.decode("utf-8"), newline="\n").readlines()
-        for data in (old, new)
+        for data in (old or b"", new)
     )
-    for line in difflib.unified_diff(before, after, old_name, new_name):
+    for line in difflib.unified_diff(before, after, old_name, f"b/{path}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

@@ -1,32 +1,114 @@
-"""The edits to vLLM, one module per integration, in order."""
+"""The edits to vLLM, one module per step, in an order in which each stands by itself.
 
+A step brings modules of the feature, too, and is one patch of ``format-patch``: its
+docstring is the patch's message. Two steps that share a patch are joined.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import import_module
 
 from ..edits import Module
 
-ORDER = (
-    "config",
-    "worker",
-    "scheduler",
-    "base",
-    "nixl_pull",
-    "nixl_push",
-    "mooncake",
-    "multi_connector",
-    "mamba",
-    "models",
-    "mooncake_store",
-    "simple_cpu_offload",
-    "metrics",
-    "errors",
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch of the series.
+
+    Attributes:
+        name: names the patch's file.
+        steps: modules of this package, whose edits it makes.
+        feature: modules of the feature that it brings, by path below the feature's
+            folder; a path that ends in a slash stands for all below it.
+        tests: names of the feature's tests, without ``test_`` and ``.py``.
+        files: other files of the checkout.
+
+    """
+
+    name: str
+    steps: tuple[str, ...]
+    feature: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> str:
+        """The commit message: a title, a blank line and a text."""
+        documents = [import_module(f"{__name__}.{s}").__doc__ or "" for s in self.steps]
+        title, _, text = documents[0].strip().partition("\n")
+        parts = [text.strip(), *(d.strip() for d in documents[1:])]
+        return "\n\n".join([title.rstrip("."), *(p for p in parts if p)]) + "\n"
+
+    def edits(self) -> list[Module]:
+        """The edits of the patch's steps."""
+        return [m for s in self.steps for m in import_module(f"{__name__}.{s}").MODULES]
+
+
+PATCHES = (
+    Patch("replicated-indexer", ("models",)),
+    Patch("mamba-state-splits", ("mamba",)),
+    Patch(
+        "definition",
+        ("definition",),
+        feature=(
+            "__init__.py",
+            "checksum.py",
+            "stored.py",
+            "worker/__init__.py",
+            "worker/attention.py",
+            "worker/formats.py",
+            "worker/groups.py",
+            "worker/kernels/",
+            "worker/rows.py",
+            "worker/states.py",
+            "worker/views.py",
+        ),
+    ),
+    Patch("settings-and-messages", ("config", "messages")),
+    Patch(
+        "worker",
+        ("base", "worker"),
+        feature=("payload.py", "support.py", "worker/worker.py"),
+    ),
+    Patch(
+        "scheduler",
+        ("scheduler", "errors", "support"),
+        feature=("metrics.py", "naming.py", "scheduler/", "verdict.py"),
+    ),
+    Patch("metrics", ("metrics",)),
+    Patch("nixl-pull", ("nixl_pull",)),
+    Patch(
+        "nixl-push",
+        ("nixl_push",),
+        feature=("connectors/__init__.py", "connectors/nixl_push.py"),
+    ),
+    Patch("mooncake", ("mooncake",), feature=("connectors/mooncake.py",)),
+    Patch(
+        "mooncake-store",
+        ("mooncake_store",),
+        feature=("connectors/mooncake_store.py",),
+    ),
+    Patch(
+        "simple-cpu-offload",
+        ("simple_cpu_offload",),
+        feature=("connectors/simple_cpu_offload.py",),
+    ),
+    Patch(
+        "multi-connector",
+        ("multi_connector",),
+        feature=("connectors/multi_connector.py",),
+    ),
+    Patch("fault-drill", ("fault_drill",), feature=("fault_drill/",)),
+    Patch("docs", ("docs",)),
 )
+"""The patches in order. The first eight are whole by themselves."""
 
 
-def load_series() -> list[Module]:
-    """The modules to edit; edits of one file are merged in series order."""
+def load_series(patches: Iterable[Patch] = PATCHES) -> list[Module]:
+    """Return the edits of some patches, by file."""
     merged: dict[str, Module] = {}
-    for name in ORDER:
-        for module in import_module(f"{__name__}.{name}").MODULES:
+    for patch in patches:
+        for module in patch.edits():
             target = merged.setdefault(module.path, Module(module.path))
             target.import_code += module.import_code
             target.edits += module.edits

@@ -1,11 +1,8 @@
-"""The two settings in ``--kv-transfer-config`` and where they are refused.
+"""Settings for KV checksums in the KV transfer configuration.
 
-pydantic rejects unknown keys, so the fields must stand in vLLM's own class; their
-docstrings document them. Model Runner V1 has a list of what it does not support:
-checksums join it. What fail-closed refuses is refused before
-any connector starts a thread, so that the process ends: from the configuration, and,
-where it depends on the KV cache groups, before the workers get theirs. Which groups the
-workers skip they are asked once they have theirs.
+`enable_kv_checksum` and `kv_checksum_fail_closed` stand in vLLM's own class, because
+pydantic rejects unknown keys; their docstrings document them. Model Runner V1 has a list
+of what it does not support: checksums join it.
 """
 
 from ..edits import Module, assign
@@ -47,29 +44,4 @@ with vllm_config.function("VllmConfig._get_v1_model_runner_unsupported_features"
         """,
     )
 
-with vllm_config.function("VllmConfig.__post_init__") as f:
-    f.after(
-        "self._post_init_kv_transfer_config()",
-        """
-        if self.kv_transfer_config and self.kv_transfer_config.kv_checksum_fail_closed:
-            from vllm.distributed.kv_transfer.kv_checksum import support
-
-            support.refuse_unchecked(self)
-        """,
-    )
-
-engine_core = Module("v1/engine/core.py")
-engine_core.imports("from vllm.distributed.kv_transfer.kv_checksum import support")
-with engine_core.function("EngineCore._initialize_kv_caches") as f:
-    f.after(
-        assign("scheduler_kv_cache_config"),
-        "support.refuse_unchecked(vllm_config, scheduler_kv_cache_config)",
-    )
-    f.after(
-        "self.model_executor.initialize_from_config(kv_cache_configs)",
-        """
-        support.ask_workers(vllm_config, scheduler_kv_cache_config, self.model_executor)
-        """,
-    )
-
-MODULES = [kv_transfer, vllm_config, engine_core]
+MODULES = [kv_transfer, vllm_config]

@@ -24,15 +24,6 @@ interface.define(
         segments: tuple[tuple[int, int], ...]
     ''',
 )
-with interface.cls("KVCacheConfig") as c:
-    c.after(
-        assign("hash_block_size"),
-        '''
-        kv_checksum_skipped: dict[int, str] | None = None
-        """Groups that some worker does not checksum, with the reason (scheduler)."""
-        ''',
-        past_docstring=True,
-    )
 with interface.cls("MambaSpec") as c:
     c.after(
         assign("tp_replicated"),

@@ -1,12 +1,6 @@
-"""Metrics on ``/metrics``: counts travel with the scheduler's statistics."""
+"""Show the counts of KV checksums on ``/metrics``."""
 
 from ..edits import Module, assign
-
-stats = Module("v1/metrics/stats.py")
-with stats.cls("SchedulerStats") as c:
-    c.after(
-        assign("ec_connector_stats"), "kv_checksum_stats: dict[str, int] | None = None"
-    )
 
 loggers = Module("v1/metrics/loggers.py")
 loggers.imports("from vllm.distributed.kv_transfer.kv_checksum import KVChecksumProm")
@@ -35,4 +29,4 @@ with loggers.function("PrometheusStatLogger.record") as f:
         """,
     )
 
-MODULES = [stats, loggers]
+MODULES = [loggers]

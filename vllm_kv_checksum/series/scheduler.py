@@ -7,17 +7,6 @@ finishes requests, so a bad load takes vLLM's path for failed loads.
 
 from ..edits import Module, assign
 
-output = Module("v1/core/sched/output.py")
-with output.cls("SchedulerOutput") as c:
-    c.after(
-        assign("kv_connector_metadata"),
-        """
-        # KVChecksumScheduled | None: KV checksums that this step asks of workers.
-        kv_checksum_scheduled: Any = None
-        """,
-    )
-output.imports("from typing import Any")
-
 scheduler = Module("v1/core/sched/scheduler.py")
 scheduler.imports(
     "from vllm.distributed.kv_transfer.kv_checksum import create_kv_checksum_scheduler"
@@ -108,4 +97,4 @@ with scheduler.function("Scheduler._free_request") as f:
         """,
     )
 
-MODULES = [output, scheduler]
+MODULES = [scheduler]

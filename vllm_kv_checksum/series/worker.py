@@ -3,44 +3,10 @@
 `ActiveKVConnector` owns the worker. Loads are summed where their completion is
 reported; sends after the forward and, where the runner finalizes the connector
 only behind the drafter, in `finalize_step`, on the same output object. (vLLM 0.32.0 never
-defers: it calls `post_forward` behind the drafter.) Records ride `KVConnectorOutput` and
-are concatenated over workers.
+defers: it calls `post_forward` behind the drafter.)
 """
 
 from ..edits import Module, assign
-
-outputs = Module("v1/outputs.py")
-outputs.imports("from typing import Any")
-with outputs.cls("KVConnectorOutput") as c:
-    c.after(
-        "expected_finished_count: int = 0",
-        """
-        # KVChecksumOutput | None: KV checksums summed in this step.
-        kv_checksums: Any = None
-        """,
-    )
-with outputs.function("KVConnectorOutput.is_empty") as f:
-    f.prepend(
-        """
-        if self.kv_checksums is not None:
-            return False
-        """
-    )
-
-aggregator = Module("distributed/kv_transfer/kv_connector/utils.py")
-with aggregator.function("KVOutputAggregator.aggregate") as f:
-    f.after("invalid_block_ids = set[int]()", "kv_checksums = None")
-    f.after(
-        "invalid_block_ids |= kv_output.invalid_block_ids",
-        """
-        if kv_output.kv_checksums is not None:
-            kv_checksums = kv_output.kv_checksums.aggregate(kv_checksums)
-        """,
-    )
-    f.after(
-        assign("output.kv_connector_output"),
-        "output.kv_connector_output.kv_checksums = kv_checksums",
-    )
 
 connector = Module("v1/worker/gpu/kv_connector.py")
 connector.imports(
@@ -97,4 +63,4 @@ with connector.function("ActiveKVConnector.finalize_step", since="0.33.0") as f:
         """,
     )
 
-MODULES = [outputs, aggregator, connector]
+MODULES = [connector]

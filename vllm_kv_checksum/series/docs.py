@@ -1,0 +1,6 @@
+"""Document KV checksums for operators and developers.
+
+The operator's guide, the design and its evidence, alert rules and a dashboard.
+"""
+
+MODULES = []
