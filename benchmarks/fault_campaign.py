@@ -25,8 +25,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from campaign.tally import CLEAN, Tally  # noqa: E402
+from campaign.tally import CLEAN, Tally
 
 DEPTHS = ("blocks", "loads")
 PROGRESS_S = 10.0

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import kv_checksum_hybrid as hybrid
-import kv_checksum_instances as rig
-import kv_checksum_utils as u
 import torch
+from kv_checksum.rig import caches as u
+from kv_checksum.rig import hybrid
+from kv_checksum.rig import instances as rig
 
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import LayerCache
 from vllm.v1.core.kv_cache_utils import get_group_id

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Depth *loads*: whole requests through the real schedulers of P and D.
 
-Instances as the unit tests have them (`kv_checksum_instances`): real schedulers,
+Instances as the unit tests have them (`kv_checksum.rig.instances`): real schedulers,
 connectors' scheduler sides, checksum workers, payloads and verdicts; the forward and
 the transfer are faked.
 """
@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import kv_checksum_instances as rig
-import kv_checksum_reference as reference
 import numpy as np
+from kv_checksum.rig import instances as rig
+from kv_checksum.rig import reference
 from kv_checksum_rig import loaded
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire

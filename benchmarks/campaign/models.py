@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import kv_checksum_cells as cells
-import kv_checksum_states as states
 import numpy as np
 import torch
+from kv_checksum.rig import cells, states
 
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import kv_checksum_utils as u
+from kv_checksum.rig import caches as u
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,

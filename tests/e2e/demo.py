@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from rig.model import tiny_qwen3  # noqa: E402
-from rig.servers import Server, retire, serving  # noqa: E402
+from rig.model import tiny_qwen3
+from rig.servers import Server, retire, serving
 
 from e2e import pairs  # noqa: E402
 

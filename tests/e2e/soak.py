@@ -19,14 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from rig import verdicts  # noqa: E402
-from rig.forkserver import ForkServer  # noqa: E402
-from rig.memory import Sampler, Trend, trend  # noqa: E402
-from rig.model import CACHE, tiny_qwen3  # noqa: E402
-from rig.routing import prefill_decode  # noqa: E402
-from rig.servers import Server, serving  # noqa: E402
+from rig import verdicts
+from rig.forkserver import ForkServer
+from rig.memory import Sampler, Trend, trend
+from rig.model import CACHE, tiny_qwen3
+from rig.routing import prefill_decode
+from rig.servers import Server, serving
 
 from e2e import pairs  # noqa: E402
 from e2e.load import Clients, Draws, Tally, seen  # noqa: E402

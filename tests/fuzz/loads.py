@@ -13,10 +13,10 @@ from itertools import accumulate, count
 from types import SimpleNamespace
 from typing import Any
 
-import kv_checksum_reference as reference
-import kv_checksum_utils as u
 import numpy as np
 import torch
+from kv_checksum.rig import caches as u
+from kv_checksum.rig import reference
 
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumGroup,

@@ -5,12 +5,7 @@ Seeds come from the real encoders and stand under their own names; what fuzzing 
 stands beside them under its hash and is left alone.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from fuzz.targets import CORPUS, TARGETS  # noqa: E402
+from fuzz.targets import CORPUS, TARGETS
 
 
 def main() -> None:

@@ -16,11 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fuzz.targets import CORPUS, CRASHES, TARGETS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(HERE.parent))
-
-from fuzz.targets import CORPUS, CRASHES, TARGETS  # noqa: E402
 
 WORK, ATHERIS = ROOT / ".rig/fuzz", ROOT / ".rig/atheris"
 REPORT_EVERY_S = 30.0

@@ -5,8 +5,8 @@ import gc
 from collections import Counter
 from random import Random
 
-import kv_checksum_reference as reference
 import pytest
+from kv_checksum.rig import reference
 
 from fuzz.base import check, quiet
 from fuzz.loads import LONG, PROMPT, Load, prompt_digest

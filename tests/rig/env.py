@@ -351,9 +351,14 @@ def install_rig_package(env: Environment) -> None:
 
 
 def install_project(env: Environment) -> None:
-    """Install the repository's own package in place."""
+    """Install the repository's own package in place, and make its test helpers importable."""
     flags = ["--no-deps", "--no-build-isolation"]
     pip(env, "installing this project", "install", *flags, "-e", str(REPO))
+    folders = ["tests", "tests/v1/kv_connector/unit", "benchmarks"]
+    (site,) = env.root.glob("lib/python3*/site-packages")
+    (site / "kv_checksum_checkout.pth").write_text(
+        "".join(f"{REPO / folder}\n" for folder in folders)
+    )
 
 
 def apply_project(env: Environment) -> None:

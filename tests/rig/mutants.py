@@ -1,6 +1,6 @@
 """``make mutants``: one-line breaks of the feature, each with the tests that ought to see it.
 
-The breaks are data (``tests/v1/kv_connector/unit/data/mutants.toml``), chosen for what they mean in service, and
+The breaks are data (``tests/v1/kv_connector/unit/kv_checksum/data/mutants.toml``), chosen for what they mean in service, and
 located by module, function and text. A break is made in memory, as the module is imported
 (``mutating/sitecustomize.py``), so several run at once and no file is touched. A break that no test sees is told with what
 goes wrong in service.
@@ -23,12 +23,10 @@ from pathlib import Path
 
 import tomllib
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rig.mutating.change import changed_source  # noqa: E402
+from rig.mutating.change import changed_source
 
 ROOT = Path(__file__).resolve().parents[2]
-UNIT = ROOT / "tests" / "v1" / "kv_connector" / "unit"
+UNIT = ROOT / "tests" / "v1" / "kv_connector" / "unit" / "kv_checksum"
 DATA = UNIT / "data" / "mutants.toml"
 
 SEEN, SURVIVED, BROKEN = "seen", "SURVIVED", "NOT RUN"
@@ -36,7 +34,7 @@ SEEN, SURVIVED, BROKEN = "seen", "SURVIVED", "NOT RUN"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One break. ``tests`` are names of unit test files without ``test_kv_checksum_``, or paths."""
+    """One break. ``tests`` are names of unit test files without ``test_``, or paths."""
 
     id: str
     module: str
@@ -57,13 +55,9 @@ class Mutant:
     def test_files(self) -> list[Path]:
         """Return the files of the tests that ought to see it."""
         return [
-            ROOT / name if "/" in name else UNIT / f"test_kv_checksum{_part(name)}.py"
+            ROOT / name if "/" in name else UNIT / f"test_{name}.py"
             for name in self.tests
         ]
-
-
-def _part(name: str) -> str:
-    return f"_{name}" if name else ""
 
 
 def read() -> list[Mutant]:

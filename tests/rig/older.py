@@ -12,9 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rig.env import CACHE, child_environment  # noqa: E402
-from rig.wheel import compose_wheel  # noqa: E402
+from rig.env import CACHE, child_environment
+from rig.wheel import compose_wheel
 
 
 def build(version: str) -> Path:

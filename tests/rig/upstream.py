@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rig.env import CACHE, VLLM, child_environment, digest  # noqa: E402
-from rig.stock import stock_environment  # noqa: E402
+from rig.env import CACHE, VLLM, child_environment, digest
+from rig.stock import stock_environment
 
 FOLDER = CACHE / f"upstream-{VLLM}"
 SOURCE = FOLDER / f"vllm-{VLLM}"

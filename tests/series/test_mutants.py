@@ -37,7 +37,7 @@ def test_a_mutant_that_no_test_sees_is_told_with_what_it_means(
     monkeypatch.setattr(mutants, "read", lambda: [seen, blind])
     assert mutants.main(["U14"]) == 0
     told = capsys.readouterr().out
-    assert "U14 seen tests/v1/kv_connector/unit/test_kv_checksum_verdict.py::" in told
+    assert "U14 seen tests/v1/kv_connector/unit/kv_checksum/test_verdict.py::" in told
     assert "mutants: 1 of 1 seen" in told
     assert mutants.main(["blind"]) == 1
     told = capsys.readouterr().out

@@ -4,7 +4,7 @@
 
 A layer's backend decides how it fills a block, and its ``kv_cache_dtype`` what the
 bytes mean; neither is in its spec. `BACKENDS` lists the backends whose blocks were
-seen written (`test_kv_checksum_writers.py`); what is not in it is not covered.
+seen written (`test_writers.py`); what is not in it is not covered.
 """
 
 from collections.abc import Mapping

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What holds for every test, and lines that vLLM logs."""
+
+import logging
+
+import pytest
+
+
+@pytest.fixture
+def log():
+    """Lines that vLLM logs in this process, each after its level."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append(f"{record.levelname} {record.getMessage()}")
+
+    handler = Keep()
+    logging.getLogger("vllm").addHandler(handler)
+    yield lines
+    logging.getLogger("vllm").removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def every_load_has_one_verdict():
+    """Holds for every instance of every test, whatever the test is about."""
+    from .rig import instances
+
+    made = instances.MADE = []
+    yield
+    instances.MADE = None
+    for instance in made:
+        instance.assert_every_load_has_one_verdict()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    from .rig import instances
+
+    return instances.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["pull", "push", "mooncake"])
+def transport(request):
+    """Each P/D path, with the connector's workers faked."""
+    return request.param

@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""P and D in one process: real schedulers, real scheduler sides of the connectors,
+real checksum workers and aggregator. What is fake: the forward (it writes KV made from
+token ids and positions), because there is no accelerator, and, unless an instance gets
+real connector workers, the transfer (see `transports`).
+"""
+
+import json
+from collections import Counter, deque
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+
+import numpy as np
+import torch
+from kv_checksum_rig import loaded
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.payload import PromptDigests
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from . import caches as u
+from . import reference, transports
+
+__all__ = ["RequestStatus", "SchedulerOutput"]
+
+LAYERS, HEADS, HEAD_SIZE = 4, 4, 8
+
+WITHOUT_CARRIER = dict(
+    kv_connector="ExampleConnector",
+    kv_connector_extra_config={"shared_storage_path": "unused"},
+)
+"""Settings of a connector of vLLM's that neither carries nor stores checksums."""
+
+# For tensors this small, threads cost more than they bring.
+torch.set_num_threads(1)
+
+MODES = {
+    "open": dict(),
+    "fail": dict(kv_checksum_fail_closed=True, policy="fail"),
+    "recompute": dict(kv_checksum_fail_closed=True, policy="recompute"),
+}
+"""Settings of fail-open, and of fail-closed with each policy."""
+
+
+def write_model(folder: Path) -> str:
+    """A model folder that holds a config alone (weights are never loaded)."""
+    folder.mkdir(exist_ok=True)
+    config = dict(
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        vocab_size=512,
+        hidden_size=HEADS * HEAD_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=4096,
+        torch_dtype="bfloat16",
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def vllm_config(
+    model: str,
+    role: str,
+    *,
+    block_size=16,
+    num_blocks=200,
+    tp=1,
+    pp=1,
+    policy="fail",
+    async_scheduling=False,
+    **transfer,
+) -> VllmConfig:
+    model_config = ModelConfig(
+        model=model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
+    )
+    cache = CacheConfig(
+        block_size=block_size, enable_prefix_caching=True, gpu_memory_utilization=0.5
+    )
+    cache.num_gpu_blocks = num_blocks
+    cache.kv_cache_layout = "LBHNC"
+    settings = dict(
+        kv_connector="NixlConnector",
+        kv_role=role,
+        kv_buffer_device="cpu",
+        kv_load_failure_policy=policy,
+        enable_kv_checksum=True,
+    )
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            max_model_len=2048,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        kv_transfer_config=KVTransferConfig(**{**settings, **transfer}),
+    )
+    # vLLM switches it off on CPU.
+    config.scheduler_config.async_scheduling = async_scheduling
+    # Set behind the checks that count this machine's accelerators.
+    config.parallel_config = ParallelConfig()
+    config.parallel_config.tensor_parallel_size = tp
+    config.parallel_config.pipeline_parallel_size = pp
+    config.parallel_config.world_size = tp * pp
+    config.cache_config.block_size = block_size
+    return config
+
+
+MADE: list["Instance"] | None = None
+"""Every instance of the running test; None outside of tests, where nobody asks."""
+
+
+class Instance:
+    """One vLLM instance: scheduler, and per (PP, TP) rank caches and a worker.
+
+    `window` adds a second KV cache group of sliding-window layers. `transport` moves
+    its KV and payloads.
+    """
+
+    def __init__(
+        self,
+        model,
+        role,
+        *,
+        transport="pull",
+        block_size=16,
+        num_blocks=200,
+        tp=1,
+        pp=1,
+        window=None,
+        **settings,
+    ):
+        self.transport = transports.FAKES[transport]()
+        self.config = vllm_config(
+            model,
+            role,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            tp=tp,
+            pp=pp,
+            **{"kv_connector": self.transport.connector, **settings},
+        )
+        self.num_blocks = num_blocks
+        self.block_size, self.tp, self.pp = block_size, tp, pp
+        self.specs = self.token_specs(window)
+        self.layers = [self.layer_numbers(g) for g in range(len(self.specs))]
+        groups = [
+            (u.names(*n), s) for n, s in zip(self.layers, self.specs, strict=True)
+        ]
+        kv_config = self.kv_config = self.make_kv_config(groups)
+        # Fresh caches hold the previous owner's bytes.
+        self.kv = {
+            n: u.random_cache(num_blocks, self.specs[g], seed=hash((role, n)) % 999)
+            for g, numbers in enumerate(self.layers)
+            for n in numbers
+        }
+        self.workers = [
+            self.make_worker(kv_config, stage, rank)
+            for stage in range(pp)
+            for rank in range(tp)
+        ]
+        init_none_hash(sha256)
+        # With async scheduling, one step is scheduled before another has ended.
+        self.steps: deque[SchedulerOutput] = deque()
+        self.steps_ahead = int(self.config.scheduler_config.async_scheduling)
+        self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
+            vllm_config=self.config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=lcm(
+                *(g.kv_cache_spec.block_size for g in kv_config.kv_cache_groups)
+            ),
+            hash_block_size=block_size,
+            log_stats=True,
+        )
+        self.hasher = get_request_block_hasher(block_size, sha256)
+        if MADE is not None:
+            MADE.append(self)
+        self.aggregator = KVOutputAggregator(tp * pp)
+        self.results: dict[str, list] = {}
+        self.stats: dict[str, int] = {}
+        # What a fault drill does to a load's blocks before they are summed.
+        self.damage = lambda instance, req_id, block_ids: None
+        # What happens to a payload on its way: other bytes, or None for a loss.
+        self.alter = lambda data: data
+        # Told each worker's report of a step, before the scheduler is.
+        self.on_reports = lambda reports: None
+        self.intercept_payloads()
+        self.hold_loads = False
+        # Requests whose load no worker is asked to sum.
+        self.unsummed: list[str] = []
+        self.loads_compared = 0
+        self.scheduled: list[tuple[str, int]] = []
+
+    def token_specs(self, window):
+        """The unsharded specs of the groups that hold tokens."""
+        specs = [u.full_spec(HEADS, self.block_size, HEAD_SIZE)]
+        if window:
+            specs.append(
+                SlidingWindowSpec(
+                    block_size=self.block_size,
+                    num_kv_heads=HEADS,
+                    head_size=HEAD_SIZE,
+                    dtype=torch.bfloat16,
+                    sliding_window=window,
+                )
+            )
+        return specs
+
+    def make_kv_config(self, groups):
+        return u.config(self.num_blocks, *groups)
+
+    def layer_numbers(self, group: int) -> range:
+        return range(group * LAYERS, (group + 1) * LAYERS)
+
+    def caches_of(self, stage, rank):
+        """What one worker holds, by layer name."""
+        heads = slice(rank * HEADS // self.tp, (rank + 1) * HEADS // self.tp)
+        return {
+            u.names(n)[0]: c[:, heads]
+            for n, c in self.kv.items()
+            if n % LAYERS * self.pp // LAYERS == stage
+        }
+
+    def local_spec(self, spec):
+        """A group's spec as one TP rank has it."""
+        return replace(spec, num_kv_heads=HEADS // self.tp)
+
+    def make_worker(self, kv_config, stage, rank):
+        here = self.caches_of(stage, rank)
+        local = [
+            ([n for n in g.layer_names if n in here], self.local_spec(g.kv_cache_spec))
+            for g in kv_config.kv_cache_groups
+        ]
+        return u.worker(
+            u.config(self.num_blocks, *local),
+            here,
+            tp_rank=rank,
+            tp_size=self.tp,
+            pp_rank=stage,
+            uniform=HEADS,
+        )
+
+    def intercept_payloads(self):
+        """Let `alter` at what a producer's scheduler hands to its connector."""
+        connector = self.scheduler.connector
+        send = connector.send_kv_checksums
+
+        def altered(request, checksums):
+            checksums = self.alter(checksums)
+            if checksums is not None:
+                send(request, checksums)
+
+        connector.send_kv_checksums = altered
+
+    # ---- requests
+
+    def add(self, req_id, tokens, params, max_tokens=1):
+        request = Request(
+            request_id=req_id,
+            prompt_token_ids=list(tokens),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                temperature=0,
+                extra_args={"kv_transfer_params": params} if params else None,
+            ),
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        request.sampling_params.update_from_generation_config({}, 511)
+        self.scheduler.add_request(request)
+        return request
+
+    def write(self, request, first, last):
+        """The forward: KV of tokens ``[first, last)``."""
+        rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        for group, numbers in enumerate(self.layers):
+            at = torch.arange(first, last)
+            blocks = torch.tensor(rows[group])[at // self.block_size]
+            at, blocks = at[blocks != 0], blocks[blocks != 0]
+            ids = torch.tensor(list(request.all_token_ids))[at]
+            for n in numbers:
+                cells = token_kv(n, at, ids)[:, : self.kv[n].shape[1]]
+                self.kv[n][blocks, :, at % self.block_size] = cells
+
+    def step(self, producer=None):
+        """Schedule a step and run the oldest; `producer` is where loads come from."""
+        self.steps.append(self.schedule())
+        if len(self.steps) <= self.steps_ahead:
+            return None
+        output = self.steps.popleft()
+        for req_id, (first, last) in spans(output).items():
+            if req_id in self.scheduler.requests:
+                self.write(self.scheduler.requests[req_id], first, last)
+            self.scheduled.append((req_id, last - first))
+        reports = self.transport.step(self, producer, output)
+        self.on_reports(reports)
+        per_worker = [self.runner_output(output, report) for report in reports]
+        model_output = self.aggregator.aggregate(per_worker)
+        return self.finish_step(output, model_output)
+
+    def schedule(self):
+        """Schedule a step; what it sums must be what its connector is told to load."""
+        output = self.scheduler.schedule()
+        if self.scheduler.kv_checksum is not None:
+            assert not (d := loaded.differences(output, self.kv_config)), d
+            self.unsummed += loaded.unsummed(output, self.kv_config)
+            self.loads_compared += len(
+                loaded.loads_of(output.kv_connector_metadata, self.kv_config).by_request
+            )
+        return output
+
+    def assert_every_load_has_one_verdict(self):
+        """Loads started are those judged, failed, aborted or still under way."""
+        kv_checksum = self.scheduler.kv_checksum
+        if kv_checksum is None:
+            return
+        stats = Counter(self.stats) + kv_checksum._stats
+        judged = sum(n for key, n in stats.items() if key.startswith("loads:"))
+        ended = stats.get("loads_failed", 0) + stats.get("loads_aborted", 0)
+        under_way = len(kv_checksum._recvs)
+        assert stats.get("loads_started", 0) == judged + ended + under_way, stats
+        unchecked = ("no_carrier", "sync_load", "from_decode")
+        not_checked = sum(stats[f"unverified:{r}"] for r in unchecked)
+        assert len(self.unsummed) <= not_checked + ended + under_way
+
+    def runner_output(self, output, kv_output):
+        ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for req_id, (_, last) in spans(output).items():
+            request = self.scheduler.requests.get(req_id)
+            sampled.append([7] if request and last >= request.num_tokens else [])
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={r: i for i, r in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=kv_output,
+        )
+
+    def finish_step(self, output, model_output):
+        results = self.scheduler.update_from_output(output, model_output)
+        for client in results.values():
+            for out in client.outputs:
+                self.results.setdefault(out.request_id, []).append(out)
+            stats = client.scheduler_stats and client.scheduler_stats.kv_checksum_stats
+            for key, number in (stats or {}).items():
+                self.stats[key] = self.stats.get(key, 0) + number
+        return results
+
+    def copy_states(self, producer, ours, theirs) -> None:
+        """Transfer what is not copied token by token; block ids are per group."""
+
+    def loaded(self, req_id, block_ids) -> None:
+        """All of a load has arrived, in these blocks per group; not summed yet."""
+
+    def answer_kv_is_right(self, request) -> bool:
+        """Whether the prompt's KV now is what a local prefill writes.
+
+        Of a sliding window, all that the next token looks at.
+        """
+        rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        ids = torch.tensor(list(request.prompt_token_ids))
+        for spec, numbers, row in zip(self.specs, self.layers, rows, strict=False):
+            window = getattr(spec, "sliding_window", None) or len(ids)
+            at = torch.arange(max(0, len(ids) + 1 - window), len(ids))
+            blocks = torch.tensor(row)[at // self.block_size]
+            at, blocks = at[blocks != 0], blocks[blocks != 0]
+            for n in numbers:
+                cells = token_kv(n, at, ids[at])[:, : self.kv[n].shape[1]]
+                held = self.kv[n][blocks, :, at % self.block_size]
+                if not torch.equal(held.view(torch.uint8), cells.view(torch.uint8)):
+                    return False
+        return True
+
+    def run(self, request, producer=None, steps=40):
+        """Step, the producer too, until the request ends; its last output."""
+        for _ in range(steps):
+            if producer is not None:
+                producer.step()
+            self.step(producer)
+            if RequestStatus.is_finished(request.status):
+                break
+        return self.results[request.request_id][-1]
+
+    def loads(self, outcome: str) -> int:
+        """How many loads of this instance's carrier ended as `outcome`."""
+        return self.stats.get(f"loads:{outcome}:{self.transport.carrier.value}", 0)
+
+    def tables(self) -> dict[str, int]:
+        """Sizes of every checksum table of scheduler and workers."""
+        kv_checksum = self.scheduler.kv_checksum
+        if kv_checksum is None:
+            return {}
+        sizes = {"sends": len(kv_checksum._sends), "recvs": len(kv_checksum._recvs)}
+        sizes["scheduled"] = bool(kv_checksum._scheduled)
+        for i, worker in enumerate(self.workers):
+            sizes[f"worker{i}"] = len(worker._recvs) + len(worker._sends)
+        sizes |= transports.scheduler_tables(self.scheduler.connector)
+        return sizes | self.transport.tables()
+
+
+_CELLS = torch.randn(
+    8191, HEADS, 2 * HEAD_SIZE, generator=torch.Generator().manual_seed(5)
+).to(torch.bfloat16)
+
+
+def spans(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+    """The tokens ``[first, last)`` that a step computes, by request id."""
+    first = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    first.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {r: (first[r], first[r] + n) for r, n in output.num_scheduled_tokens.items()}
+
+
+def token_kv(layer: int, position, token) -> torch.Tensor:
+    """``(tokens, heads, K and V)`` in one layer; position and token are int64."""
+    return _CELLS[(layer * 2477 + position * 613 + token * 31) % len(_CELLS)]
+
+
+def prefill(p: Instance, req_id, tokens, max_tokens=1):
+    """Run a prompt on P; what D's request needs to load it."""
+    params = p.transport.producer_params(req_id)
+    request = p.add(req_id, tokens, params, max_tokens)
+    answer = p.run(request).kv_transfer_params
+    # The step that hands the finished blocks to the workers.
+    p.step()
+    return p.transport.consumer_params(p, params, answer)
+
+
+def pair(model, p=None, d=None, **both):
+    """A producer and a consumer; settings of each, and of both."""
+    return (
+        Instance(model, "kv_producer", **{**both, **(p or {})}),
+        Instance(model, "kv_consumer", **{**both, **(d or {})}),
+    )
+
+
+def tokens(number, seed=0):
+    return np.random.default_rng(seed).integers(5, 500, number).tolist()
+
+
+def load(p, d, number, req_id="r", prompt=None):
+    """Prefill on P, load on D; D's request and its last output."""
+    prompt = prompt or tokens(number)
+    params = prefill(p, f"p-{req_id}", prompt)
+    request = d.add(req_id, prompt, params, max_tokens=2)
+    return request, d.run(request, p)
+
+
+def flip_bit(instance, req_id, block_ids):
+    if block_ids:
+        cell = instance.kv[1][block_ids[len(block_ids) // 2]].view(torch.uint8)
+        cell[1, 0, 3] ^= 4
+
+
+def change_payload(change):
+    def apply(data):
+        payload = wire.decode(data)
+        change(payload)
+        return wire.encode(payload)
+
+    return apply
+
+
+def fewer_tokens(payload):
+    """Leave the first 40 of 100 tokens."""
+    (prompt,) = (
+        tokens(100, seed)
+        for seed in range(3)
+        if reference.prompt_digests(tokens(100, seed)) == payload.prompt
+    )
+    payload.prompt = PromptDigests(*reference.prompt_digests(prompt[:40]))
+    payload.num_tokens = 40
+    payload.groups[0].values = payload.groups[0].values[:3]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Connectors' own workers, over the real NIXL (UCX) and Mooncake (TCP), in one process.
+
+One rank per instance. What is real: schedulers, connectors of both roles, the hooks in
+`ActiveKVConnector`, the libraries. What is fake: the forward.
+"""
+
+import os
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from rig.servers import free_port
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.worker.gpu import kv_connector as runner
+
+from . import caches as u
+from . import instances as rig
+from . import transports
+
+# Both libraries read these when they are loaded.
+os.environ.setdefault("UCX_TLS", "tcp,self,sm")
+os.environ.setdefault("MC_FORCE_TCP", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+# As every vLLM process does: on a machine without a GPU, the rig's adjustments.
+load_general_plugins()
+
+BOOTSTRAP = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+
+BLOCK_SIZE = 32
+"""CPU attention's, which the connectors ask."""
+
+
+class RealWorkers(transports.FakeTransport):
+    """Runs the worker side of `instance`'s connector; replaces its transport."""
+
+    def __init__(self, instance):
+        super().__init__()
+        fake = instance.transport
+        self.connector, self.carrier = fake.connector, fake.carrier
+        self.producer_params = fake.producer_params
+        self.consumer = fake.consumer_params
+        config = instance.config
+        self.bootstrap = f"http://127.0.0.1:{os.environ[BOOTSTRAP]}"
+        with set_current_vllm_config(config):
+            if not parallel_state.model_parallel_is_initialized():
+                address = f"tcp://127.0.0.1:{free_port()}"
+                parallel_state.init_distributed_environment(
+                    1, 0, address, 0, backend="gloo"
+                )
+                parallel_state.ensure_model_parallel_initialized(1, 1)
+            self.worker = KVConnectorFactory.create_connector(
+                config, KVConnectorRole.WORKER, instance.kv_config
+            )
+            caches = {u.names(n)[0]: cache for n, cache in instance.kv.items()}
+            # Layers tell how they keep their KV: here in rows.
+            layer = SimpleNamespace(get_attn_backend=lambda: FlashAttentionBackend)
+            layers = config.compilation_config.static_forward_context
+            layers.update(dict.fromkeys(caches, layer))
+            with patch.object(runner, "get_kv_transfer_group", lambda: self.worker):
+                self.active = runner.ActiveKVConnector(config, caches)
+        instance.workers = [self.active.kv_checksum_worker]
+        if handshake := self.worker.get_handshake_metadata():
+            instance.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+                {(0, 0): handshake}
+            )
+        self.take_results, self.worker.get_transfer_results = (
+            self.worker.get_transfer_results,
+            lambda finished: self.damaged_results(instance, finished),
+        )
+
+    def consumer_params(self, producer, params, answer):
+        params = self.consumer(producer, params, answer)
+        if "remote_bootstrap_addr" in params:
+            params["remote_bootstrap_addr"] = self.bootstrap
+        return params
+
+    def damaged_results(self, instance, finished_req_ids):
+        """The connector's results; KV is damaged between transfer and summing."""
+        if self.hold_loads:
+            return KVConnectorTransferResults()
+        results = self.take_results(finished_req_ids)
+        for req_id in results.finished_recving - results.failed_recving:
+            if req_id in instance.scheduler.requests:
+                rows = instance.scheduler.kv_cache_manager.get_block_ids(req_id)
+                instance.damage(instance, req_id, rows[0])
+        return results
+
+    def step(self, instance, producer, output):
+        self.active.pre_forward(output)
+        self.active.finish_forward()
+        return [self.active.post_forward(output.finished_req_ids)]
+
+    def tables(self):
+        """Where payloads lie on the worker side."""
+        side = self.worker.connector_worker
+        checksums = getattr(side, "kv_checksums", None)
+        names = ("_outgoing", "_received", "reqs_need_send")
+        tables = {
+            name: getattr(owner, name)
+            for owner in (side, checksums)
+            for name in names
+            if hasattr(owner, name)
+        }
+        return {
+            name: table.qsize() if hasattr(table, "qsize") else len(table)
+            for name, table in tables.items()
+        }
+
+    def close(self, instance):
+        self.worker.shutdown()
+        instance.scheduler.connector.shutdown()
+
+
+def real_instance(
+    stack: ExitStack, model, role: str, transport: str, **settings
+) -> rig.Instance:
+    """An instance with real workers, closed when `stack` is."""
+    if transport == "mooncake":
+        settings["kv_connector_extra_config"] = {"mooncake_protocol": "tcp"}
+    ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": free_port(), BOOTSTRAP: free_port()}
+    with patch.dict(os.environ, {k: str(v) for k, v in ports.items()}):
+        instance = rig.Instance(
+            model, role, transport=transport, block_size=BLOCK_SIZE, **settings
+        )
+        instance.transport = RealWorkers(instance)
+    stack.callback(instance.transport.close, instance)
+    return instance
+
+
+def run(p, d, until, timeout_s=20.0):
+    """Step both until `until` says so."""
+    end = time.monotonic() + timeout_s
+    while not until():
+        assert time.monotonic() < end, (p.scheduler.requests, d.scheduler.requests)
+        p.step()
+        d.step(p)
+        # NIXL's and Mooncake's threads need the interpreter too.
+        time.sleep(0.001)

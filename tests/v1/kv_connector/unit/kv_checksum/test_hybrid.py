@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Real schedulers of P and D with a group of states beside attention, or alone."""
+
+import pytest
+
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.v1.engine import FinishReason
+
+from .rig import instances as rig
+from .rig.hybrid import STATE_LAYERS, pair
+
+
+@pytest.fixture(autouse=True)
+def conv_layout(monkeypatch):
+    """NIXL transfers states in this layout alone."""
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
+
+
+tokens = rig.tokens
+
+
+def load(*args, **kwargs):
+    return rig.load(*args, **kwargs)[1]
+
+
+SPLITS = [
+    ((1, 1), (1, 1)),
+    ((2, 1), (1, 1)),
+    ((1, 1), (4, 1)),
+    ((1, 2), (2, 1)),
+    ((4, 1), (2, 2)),
+]
+
+
+@pytest.mark.parametrize(("p_split", "d_split"), SPLITS)
+@pytest.mark.parametrize(
+    ("mode", "scratch"), [("none", 0), ("none", 2), ("align", 0), ("align", 2)]
+)
+def test_states_verify_and_a_flipped_bit_is_seen(
+    model, transport, p_split, d_split, mode, scratch
+):
+    p, d = pair(
+        model,
+        dict(tp=p_split[0], pp=p_split[1]),
+        dict(tp=d_split[0], pp=d_split[1], kv_checksum_fail_closed=True),
+        mode=mode,
+        scratch=scratch,
+        transport=transport,
+    )
+    for number in (2, 16, 17, 100, 300):
+        out = load(p, d, number, f"r{number}", prompt=tokens(number, number))
+        assert out.finish_reason == FinishReason.LENGTH
+        # Connectors leave the prompt's last token to D; one more block is the state.
+        compared = -(-(number - 1) // 16) + 1
+        assert d.stats.pop("blocks_compared") == compared
+    assert d.loads("verified") == 5
+    d.damage_state = d.flip_state_bit
+    out = load(p, d, 100, "bad", prompt=tokens(100, 7))
+    assert out.finish_reason == FinishReason.ERROR
+    assert d.stats["blocks_mismatched"] == 1
+    assert not any(k.startswith(("unverified", "left_out")) for k in d.stats)
+
+
+@pytest.mark.parametrize("family", ["mamba1", "gated delta net", "mamba2, 4 groups"])
+def test_other_families_verify_at_unequal_tp(model, family):
+    p, d = pair(model, dict(tp=2), dict(tp=4), family=family)
+    load(p, d, 100)
+    assert d.loads("verified") == 1
+
+
+def test_a_state_of_another_request_is_seen(model):
+    p, d = pair(model)
+    load(p, d, 90, "other", prompt=tokens(90, 3))
+    stale = {k: v for k, v in p.states.items()}
+
+    def swap(block):
+        for n in STATE_LAYERS:
+            d.put_state(block, n, next(v for (m, _), v in stale.items() if m == n))
+
+    d.damage_state = swap
+    load(p, d, 100)
+    assert d.stats["blocks_mismatched"] == 1
+
+
+def test_the_state_is_compared_beside_a_local_prefix_hit(model):
+    p, d = pair(model, mode="align")
+    prompt = tokens(101)
+    load(p, d, 65, "warm", prompt=prompt[:65])
+    d.stats.clear()
+    load(p, d, 101, prompt=prompt)
+    assert d.loads("verified") == 1
+    assert d.stats["blocks_compared"] < 7 + 1
+
+
+def test_cache_modes_may_differ(model):
+    p, d = pair(model, dict(mode="align"), dict(mode="none"))
+    load(p, d, 100)
+    assert d.loads("verified") == 1 and d.stats["blocks_compared"] == 8
+
+
+@pytest.mark.parametrize("d_tp", [1, 2])
+def test_states_without_a_known_split_need_equal_tp(model, d_tp, caplog):
+    p, d = pair(model, None, dict(tp=d_tp), splits=False)
+    for i in range(2):
+        load(p, d, 100, f"r{i}", prompt=tokens(100, i))
+    assert d.loads("verified") == 2
+    assert d.stats["blocks_compared"] == 2 * (8 if d_tp == 1 else 7)
+    left_out = 0 if d_tp == 1 else 2
+    assert d.stats.get("left_out:tp_sizes", 0) == left_out
+    said = [x for x in caplog.messages if "leave out KV cache group 1: tp_sizes" in x]
+    assert len(said) == (left_out > 0)
+
+
+@pytest.mark.parametrize(("d_tp", "outcome"), [(1, "verified"), (2, "unverified")])
+def test_a_model_of_states_alone(model, d_tp, outcome):
+    p, d = pair(model, None, dict(tp=d_tp), splits=False, tokens=False)
+    load(p, d, 100)
+    assert d.loads(outcome) == 1
+    if outcome == "unverified":
+        assert d.stats["unverified:nothing_in_common"] == 1

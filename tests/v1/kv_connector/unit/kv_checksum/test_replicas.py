@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Copies of the same KV on several TP ranks of P that are not equal bit for bit."""
+
+import pytest
+import torch
+from campaign.instances import Mla
+
+from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+
+from .rig import instances as rig
+from .rig.instances import load
+
+
+class OwnCopies(Mla):
+    """Every rank's copy is its own: those behind rank 0 differ from it in one bit.
+
+    D's rank ``k`` loads the copy of P's rank ``k``, or its `source`.
+    """
+
+    source = None
+
+    def _copy(self, block_ids):
+        for (n, rank), copy in self.copies.items():
+            if rank:
+                copy[block_ids] = self.kv[n][block_ids]
+                bits = copy.view(torch.int16)
+                bits[block_ids, 0, 5, 7] ^= rank if n == 1 else 0
+
+    def copy_states(self, producer, ours, theirs):
+        for (n, rank), copy in self.copies.items():
+            source = rank if self.source is None else self.source
+            first = len(theirs[0]) - len(ours[0])
+            copy[ours[0]] = producer.copies[n, source][theirs[0][first:]]
+
+
+def copies_pair(model, p_tp, d_tp, transport, **settings):
+    make = OwnCopies
+    return (
+        make(model, "kv_producer", tp=p_tp, transport=transport),
+        make(model, "kv_consumer", tp=d_tp, transport=transport, **settings),
+    )
+
+
+@pytest.mark.parametrize(
+    ("p_tp", "d_tp", "source"),
+    [(2, 2, None), (2, 1, 1), (2, 1, 0), (4, 4, None), (4, 2, 3), (2, 4, 1)],
+)
+def test_every_copy_of_the_producer_verifies(model, transport, p_tp, d_tp, source, log):
+    settings = dict(kv_checksum_fail_closed=True, policy="fail")
+    p, d = copies_pair(model, p_tp, d_tp, transport, **settings)
+    d.source = source
+    for i in range(3):
+        load(p, d, 100, f"r{i}", prompt=rig.tokens(100, i))
+    assert d.loads("verified") == 3
+    # Blocks of fewer than 6 tokens are alike on all ranks.
+    assert p.stats["replicas_differ"] == 3
+    (line,) = [x for x in log if "differ between TP ranks" in x]
+    assert "KV cache groups [0]" in line
+
+
+def test_a_copy_that_is_none_of_the_producer_s_is_a_mismatch(model, transport, log):
+    p, d = copies_pair(model, 2, 2, transport)
+
+    def damage(req_id, block_ids):
+        d.copies[1, 1].view(torch.int16)[block_ids[0][3], 0, 5, 7] ^= 2
+
+    d.loaded = damage
+    load(p, d, 100)
+    assert d.loads("mismatch") == 1
+    (line,) = [x for x in log if "KV checksum mismatch" in x]
+    assert "1 of 7 blocks differ, position 3" in line
+
+
+def test_equal_copies_take_no_room(model, transport, log):
+    p = Mla(model, "kv_producer", tp=2, transport=transport)
+    d = Mla(model, "kv_consumer", tp=2, transport=transport)
+    sent = []
+    p.alter = lambda data: sent.append(data) or data
+    load(p, d, 100)
+    assert d.loads("verified") == 1 and "replicas_differ" not in p.stats
+    assert all(wire.decode(data).groups[0].copies is None for data in sent)
+    assert not any("differ between TP ranks" in x for x in log)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""docs/design/kv_checksum.md has a row for every spec class, and it is true."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.v1 import kv_cache_interface as interface
+
+from .rig import caches as u
+
+DOCS = Path(__file__).parents[5] / "docs" / "design" / "kv_checksum.md"
+
+
+def rows() -> dict[str, str]:
+    """Verdict by spec class, as the table says."""
+    found = {}
+    for line in DOCS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[1] in ("covered", "skipped"):
+            found[cells[0].strip("`")] = cells[1]
+    return found
+
+
+def spec_classes() -> dict[str, type]:
+    return {
+        name: c
+        for name, c in inspect.getmembers(interface, inspect.isclass)
+        if issubclass(c, interface.KVCacheSpec)
+    }
+
+
+def test_every_spec_class_has_a_row():
+    assert set(rows()) == set(spec_classes())
+
+
+ATTENTION = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+MORE = {
+    "ChunkedLocalAttentionSpec": dict(attention_chunk_size=64),
+    "HiddenStateCacheSpec": dict(num_kv_heads=1),
+    "MLAAttentionSpec": dict(num_kv_heads=1),
+    "RSWASpec": dict(rswa_window=32),
+    "SinkFullAttentionSpec": dict(sink_len=16),
+    "SlidingWindowMLASpec": dict(num_kv_heads=1, sliding_window=64),
+    "SlidingWindowSpec": dict(sliding_window=64),
+}
+
+
+def example(name):
+    """An instance of a spec class and a cache for it."""
+    raw = torch.zeros(4096, dtype=torch.int8)
+    spec_class = spec_classes()[name]
+    if name == "MambaSpec":
+        spec = spec_class(16, shapes=((4, 3), (4, 2)), dtypes=(torch.float32,) * 2)
+        return spec, torch.zeros(8, 1, 1, 80, dtype=torch.int8)
+    if name == "HiSparseHotSpec":
+        return spec_class(block_size=16, page_size=64, blocks_per_request=2), raw
+    if name == "HiSparseResidentSpec":
+        return spec_class(block_size=16, page_size=64), raw
+    if name == "KVCacheSpec":
+        return spec_class(block_size=16), u.random_cache(8, u.full_spec())
+    if name == "UniformTypeKVCacheSpecs":
+        inner = {u.names(0)[0]: u.full_spec()}
+        return spec_class(16, kv_cache_specs=inner), u.random_cache(8, u.full_spec())
+    spec = spec_class(**{**ATTENTION, **MORE.get(name, {})})
+    return spec, u.random_cache(8, spec)
+
+
+@pytest.mark.parametrize("name", sorted(spec_classes()))
+def test_the_tables_verdict_is_what_the_worker_does(name):
+    spec, cache = example(name)
+    caches = {u.names(0)[0]: cache}
+    w = u.worker(u.config(8, (caches, spec)), caches)
+    assert ("covered" if 0 in w.groups else "skipped") == rows()[name]
+    assert (0 in w.groups) != (0 in w.skipped)
+    for reason in w.skipped.values():
+        assert Skipped.of(reason) not in (Skipped.OTHER, Skipped.MEMORY_LAYOUT)
+
+
+def test_an_unknown_spec_class_is_skipped():
+    """Whether its blocks hold tokens by position is not known."""
+
+    class PluginSpec(interface.FullAttentionSpec):
+        pass
+
+    caches = {u.names(0)[0]: u.random_cache(8, u.full_spec())}
+    w = u.worker(u.config(8, (caches, PluginSpec(**ATTENTION))), caches)
+    assert "PluginSpec" in w.skipped[0]

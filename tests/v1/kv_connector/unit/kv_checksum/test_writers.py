@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Every layout that is covered has been seen written by vLLM's own writer.
+
+One token is written; the bytes that it left are exactly those that the worker's sum
+depends on for that token, in a full and in a partial block.
+"""
+
+import ast
+import functools
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import vllm
+from vllm.distributed.kv_transfer.kv_checksum import (
+    KVChecksumBlocks,
+    KVChecksumScheduled,
+)
+from vllm.distributed.kv_transfer.kv_checksum.worker import formats
+
+from .rig import caches as u
+from .rig.writers import MLA, WRITERS, allocate
+
+needs_triton = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="runs vLLM's Triton writers: set TRITON_INTERPRET=1",
+)
+
+BLOCK = 1
+
+
+def written_bytes(writer, layout, *slots):
+    """Offsets within the block of the bytes that writing `slots` leaves."""
+    cache, raw = allocate(writer.spec, 3, layout)
+    results = []
+    for before in (0, 255):
+        raw.fill_(before)
+        writer.write(cache, BLOCK * cache.shape[2] + torch.tensor(slots))
+        results.append(raw.clone())
+    touched = (results[0] == results[1]).nonzero().tolist()
+    assert {block for block, _ in touched} == {BLOCK}
+    return {at for _, at in touched}
+
+
+def layer_of(writer):
+    """A layer as vLLM's: of its class only what the feature asks it."""
+
+    class Layer:
+        kv_cache = torch.empty(0)
+
+        def get_attn_backend(self):
+            return writer.backend_class
+
+    layer = Layer()
+    if writer.isa is not None:
+        layer.isa = writer.isa
+    return layer
+
+
+class Sums:
+    """A worker's sums of one block, each with one byte of it changed."""
+
+    def __init__(self, writer, layout):
+        page = writer.spec.page_size_bytes
+        cache, raw = allocate(writer.spec, page + 1, layout)
+        raw[:] = torch.randint(
+            0, 256, (page,), generator=torch.Generator().manual_seed(0)
+        ).to(torch.uint8)
+        at = torch.arange(page)
+        raw[at, at] ^= 1
+        self.page, self.name = page, u.names(0)[0]
+        layer = formats.layer_format(None, self.name, layer_of(writer), cache)
+        cfg = u.config(page + 1, ([self.name], writer.spec))
+        self.worker = u.worker(cfg, {self.name: cache}, formats={self.name: layer})
+        assert self.worker.skipped == {}
+
+    def bytes_of(self, num_tokens):
+        """Offsets of the bytes that the sum of so many tokens depends on."""
+        blocks = {
+            str(i): KVChecksumBlocks(num_tokens, {0: (0, [i])})
+            for i in range(self.page + 1)
+        }
+        self.worker.bind(KVChecksumScheduled(reqs_to_send=blocks))
+        (record,) = self.worker.post_forward(None, set(), set()).finalize()
+        # Of whatever unit of the block.
+        values = [u.values_of(record, req_id) for req_id in blocks]
+        return {at for at in range(self.page) if values[at] != values[self.page]}
+
+
+CASES = [
+    pytest.param(
+        writer,
+        layout,
+        id=f"{writer.label}-{layout.name}",
+        marks=[needs_triton] if writer.seen != "CPU" else [],
+    )
+    for writer in WRITERS
+    for layout in writer.layouts
+]
+
+
+@pytest.mark.parametrize(("writer", "layout"), CASES)
+def test_a_tokens_sum_is_of_the_bytes_that_its_writer_leaves(writer, layout):
+    if writer.needs and not torch.cpu.get_capabilities().get(writer.needs):
+        pytest.skip(f"the CPU has no {writer.needs}")
+    size = writer.spec.block_size
+    sums = functools.cache(Sums(writer, layout).bytes_of)
+    assert sums(0) == set()
+    for slot in sorted({0, 1, size // 2 + 1, size - 1}):
+        added = sums(slot + 1) - sums(slot)
+        assert sums(slot) <= sums(slot + 1)
+        assert added and added == written_bytes(writer, layout, slot), slot
+    assert sums(size) == written_bytes(writer, layout, *range(size))
+
+
+def listed():
+    return {
+        (path, cells) for path, kinds in formats.BACKENDS.items() for cells in kinds
+    }
+
+
+def test_every_layout_that_is_covered_has_a_writer():
+    seen = {(writer.backend, writer.cells) for writer in WRITERS}
+    inherit = {
+        (path, cells)
+        for path, cells in listed() - seen
+        if path.startswith(MLA) and cells in ("NONE", "FP8_PER_TENSOR", "FP8_DS_MLA")
+    }
+    assert seen | inherit == listed()
+    for path in {path for path, _ in inherit}:
+        assert latents_are_written_by_the_base(path), path
+
+
+def latents_are_written_by_the_base(path):
+    """Whether a backend's implementation leaves `do_kv_cache_update` to its base."""
+    root = Path(vllm.__file__).parent
+    module = path.rpartition(".")[0].removeprefix("vllm.").replace(".", "/")
+    tree = ast.parse((root / f"{module}.py").read_text())
+    methods = [
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    ]
+    return "do_kv_cache_update" not in methods
+
+
+# ---- the design document's tables
+
+DOCS = Path(__file__).parents[5] / "docs" / "design" / "kv_checksum.md"
+
+
+def names_in(column, columns):
+    """Names in backticks of one column of the tables with so many columns."""
+    section = DOCS.read_text().partition("### Seen written")[2].partition("\n### ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines()]
+    cells = [row[column] for row in rows if len(row) == columns]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def backends():
+    """Every class in vLLM that derives from `AttentionBackend`, by its source."""
+    root, bases = Path(vllm.__file__).parent, {}
+    for path in root.rglob("*.py"):
+        text = path.read_text()
+        if "Backend" not in text or ".kv_checksum" in str(path):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                names = {ast.unparse(base).split(".")[-1] for base in node.bases}
+                bases.setdefault(node.name, set()).update(names)
+    found, more = {"AttentionBackend"}, True
+    while more:
+        more = {name for name, of in bases.items() if of & found} - found
+        found |= more
+    return found
+
+
+@pytest.mark.skipif(
+    vllm.__version__.startswith("0.32"), reason="the tables are of vLLM 0.33.0"
+)
+def test_every_backend_is_in_one_of_the_tables():
+    covered, skipped = names_in(2, 5), names_in(0, 2)
+    assert not covered & skipped
+    assert {path.rpartition(".")[2] for path in formats.BACKENDS} == covered
+    made = {"TritonFlashAttentionBackend", "TritonFlashInferBackend"}
+    assert covered | skipped == backends() | made
