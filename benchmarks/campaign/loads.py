@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 from kv_checksum.rig import instances as rig
-from kv_checksum.rig import reference
-from kv_checksum_rig import loaded
+from kv_checksum.rig import loaded, reference
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import httpx
-from kv_checksum_rig.loaded import COMPARED, DIFFERS
+from kv_checksum_rig.loads import COMPARED, DIFFERS
 
 from rig.metrics import total
 

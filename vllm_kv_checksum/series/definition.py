@@ -6,4 +6,6 @@ read depends on the attention backend, and what was not seen written by vLLM's o
 not covered. Nothing calls any of this yet.
 """
 
-MODULES = []
+from ..edits import Module
+
+MODULES: list[Module] = []

@@ -3,4 +3,6 @@
 The operator's guide, the design and its evidence, alert rules and a dashboard.
 """
 
-MODULES = []
+from ..edits import Module
+
+MODULES: list[Module] = []

@@ -3,4 +3,6 @@
 Operators use it to try their alarms before they count. Nothing else depends on it.
 """
 
-MODULES = []
+from ..edits import Module
+
+MODULES: list[Module] = []

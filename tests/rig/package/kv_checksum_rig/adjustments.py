@@ -17,7 +17,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from kv_checksum_rig import hybrid_adjustments, loaded, offload_adjustments, tables
+from kv_checksum_rig import hybrid_adjustments, loads, offload_adjustments, tables
 from kv_checksum_rig.on_import import on_import
 
 NIXL_PROGRESS_DELAY_US = 1000
@@ -29,7 +29,7 @@ def apply() -> None:
     if os.environ.get("KV_CHECKSUM_RIG_ADJUST") == "0":
         return
     tables.apply()
-    loaded.apply()
+    loads.apply()
     offload_adjustments.apply()
     hybrid_adjustments.apply()
     on_import("vllm.platforms.cpu", async_scheduling)

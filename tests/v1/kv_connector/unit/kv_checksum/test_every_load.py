@@ -350,3 +350,9 @@ def test_steps_that_decode_look_at_no_request(model, transport, role):
         instance.step(producer)
     assert running == len(instance.scheduler.running) == 3 and not looked_at
     assert not kv_checksum._unsummed
+
+
+def test_every_test_s_instances_are_held_to_it(request):
+    """The fixture finds the module that the tests make their instances with."""
+    assert rig.MADE == []
+    assert "every_load_has_one_verdict" in request.fixturenames

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kv_checksum_rig import loaded
 
 from vllm.config import (
     CacheConfig,
@@ -38,7 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from . import caches as u
-from . import reference, transports
+from . import loaded, reference, transports
 
 __all__ = ["RequestStatus", "SchedulerOutput"]
 

@@ -1,37 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Holds what is summed of a load against what its connector was told to load.
 
-The truth is the connector's own metadata of the step: the block ids that NIXL (pull and push), Mooncake, the
-Mooncake store and SimpleCPUOffloadConnector hand to their workers. Nothing of the feature is asked what was loaded.
-
-``apply`` does it in every step of a running server, if ``KV_CHECKSUM_RIG_LOADED=1`` is in the environment: a
-difference is one error line that begins with ``DIFFERS``, the first load that was compared one line ``COMPARED``.
+The truth is the connector's own metadata of the step: the block ids that NIXL (pull and
+push), Mooncake, the Mooncake store and SimpleCPUOffloadConnector hand to their workers.
+Nothing of the feature is asked what was loaded.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
-
-from kv_checksum_rig.on_import import on_import
-
-VARIABLE = "KV_CHECKSUM_RIG_LOADED"
-DIFFERS = "KV CHECKSUM RIG: summed is not loaded"
-COMPARED = "KV CHECKSUM RIG: loads are held against their connector's metadata"
-
-# A child of vLLM's logger, so that it stands in the server's log.
-logger = logging.getLogger("vllm.kv_checksum_rig")
 
 
 @dataclass
 class Loads:
     """What one step's metadata tells connectors to load.
 
-    ``by_request`` holds block ids per request id and KV cache group id. Some connectors name no request:
-    ``together`` holds the blocks of all of theirs.
+    ``by_request`` holds block ids per request id and KV cache group id. Some connectors
+    name no request: ``together`` holds the blocks of all of theirs.
     """
 
     by_request: dict[str, dict[int, list[int]]] = field(default_factory=dict)
@@ -94,7 +81,8 @@ def _read_store(metadata: Any, config: Any, found: Loads) -> None:
 def without_scratch(ids: list[int], spec: Any) -> list[int]:
     """Leave the running state of a group's loaded blocks, other groups as they are.
 
-    Mooncake transfers a state's scratch blocks for speculative tokens too, which hold nothing of the request.
+    Mooncake transfers a state's scratch blocks for speculative tokens too, which hold
+    nothing of the request.
     """
     scratch = getattr(spec, "num_speculative_blocks", None)
     if scratch is None or not ids:
@@ -105,11 +93,11 @@ def without_scratch(ids: list[int], spec: Any) -> list[int]:
 def differences(output: Any, kv_cache_config: Any) -> list[str]:
     """Compare, group by group, what a step loads with what it asks workers to sum.
 
-    Loads that nobody checks (another connector, or from a decode instance) are asked of no worker; who knows
-    that there are none looks at ``unsummed``.
+    Loads that nobody checks (another connector, or from a decode instance) are asked of
+    no worker; who knows that there are none looks at ``unsummed``.
     """
     loads = loads_of(output.kv_connector_metadata, kv_cache_config)
-    summed = _summed(output)
+    summed = summed_blocks(output)
     found = []
     for req_id, groups in loads.by_request.items():
         if req_id not in summed:
@@ -119,7 +107,8 @@ def differences(output: Any, kv_cache_config: Any) -> list[str]:
             expected = without_scratch(groups.get(group_id, []), spec)
             if expected != ids:
                 found.append(
-                    f"{req_id} group {group_id}: loaded {expected}, summed {ids} from position {start}"
+                    f"{req_id} group {group_id}: loaded {expected}, summed {ids} from "
+                    f"position {start}"
                 )
         for group_id in groups.keys() - summed[req_id].keys():
             if groups[group_id]:
@@ -142,14 +131,14 @@ def differences(output: Any, kv_cache_config: Any) -> list[str]:
 
 
 def unsummed(output: Any, kv_cache_config: Any) -> list[str]:
-    """Name the requests that load something of which a step asks no worker for a sum."""
+    """Name the requests that load what a step asks no worker to sum."""
     loads = loads_of(output.kv_connector_metadata, kv_cache_config)
     return sorted(
-        {*loads.by_request, *loads.requests_together} - _summed(output).keys()
+        {*loads.by_request, *loads.requests_together} - summed_blocks(output).keys()
     )
 
 
-def _summed(output: Any) -> dict[str, dict[int, tuple[int, list[int]]]]:
+def summed_blocks(output: Any) -> dict[str, dict[int, tuple[int, list[int]]]]:
     scheduled = output.kv_checksum_scheduled
     if scheduled is None:
         return {}
@@ -161,33 +150,3 @@ def _summed(output: Any) -> dict[str, dict[int, tuple[int, list[int]]]]:
         for asked in (scheduled.reqs_to_recv, scheduled.reqs_to_load)
         for req_id, blocks in asked.items()
     }
-
-
-def apply() -> None:
-    """Compare in every step of this process's schedulers, if the environment asks for it."""
-    if os.environ.get(VARIABLE) == "1":
-        on_import("vllm.v1.core.sched.scheduler", _compare_every_step)
-
-
-def _compare_every_step(module: ModuleType) -> None:
-    cls: Any = module.Scheduler  # type: ignore[attr-defined]
-    stock = cls.schedule
-    if getattr(stock, "kv_checksum_rig", False):
-        return
-    said: list[str] = []
-
-    @functools.wraps(stock)
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = stock(self, *args, **kwargs)
-        # An unpatched scheduler has none.
-        ours = getattr(self, "kv_checksum", None)
-        if ours is not None and output.kv_connector_metadata is not None:
-            for line in differences(output, self.kv_cache_config):
-                logger.error("%s: %s", DIFFERS, line)
-            if not said and _summed(output):
-                said.append("once")
-                logger.info(COMPARED)
-        return output
-
-    schedule.kv_checksum_rig = True  # type: ignore[attr-defined]
-    cls.schedule = schedule
