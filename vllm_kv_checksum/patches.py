@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .apply import FEATURE, InstallError, make_plan, read_manifest, refuse_wheel
 from .diff import file_diff
+from .patch_files import files_of_patches
 from .series import PATCHES, Patch, load_series
 
 _NO_COMMIT = "0" * 40
@@ -73,6 +74,8 @@ def changes_of_patches(
     """Yield each patch with the files that it changes or adds, by path in vLLM."""
     plan = make_plan(package, load_series(), feature_dir, force=True)
     now: dict[str, bytes] = dict(plan.originals)
+    feature = [feature_of(patch, plan.feature) for patch in PATCHES]
+    files = files_of_patches(PATCHES, feature, checkout) if checkout else []
     for number, patch in enumerate(PATCHES, 1):
         changes = []
         for module in load_series(PATCHES[:number]):
@@ -82,13 +85,13 @@ def changes_of_patches(
                 path = f"vllm/{module.path}"
                 changes.append(Change(path, now[module.path], new))
                 now[module.path] = new
-        for name in feature_of(patch, plan.feature):
+        for name in feature[number - 1]:
             path = f"vllm/{FEATURE}/{name}"
             changes.append(Change(path, None, plan.feature[name]))
         if checkout is not None:
             changes += [
                 Change(path, None, (checkout / path).read_bytes())
-                for path in files_of(patch, checkout)
+                for path in files[number - 1]
             ]
         yield patch, sorted(changes, key=lambda change: change.path)
 
@@ -103,11 +106,6 @@ def feature_of(patch: Patch, feature: Mapping[str, bytes]) -> list[str]:
             for own in patch.feature
         )
     ]
-
-
-def files_of(patch: Patch, checkout: Path) -> list[str]:
-    """Return the tests and documents of the checkout that a patch brings."""
-    return list(patch.files)
 
 
 def _mail(patch: Patch, number: int, changes: Sequence[Change], sender: str) -> str:

@@ -20,8 +20,10 @@ class Patch:
         steps: modules of this package, whose edits it makes.
         feature: modules of the feature that it brings, by path below the feature's
             folder; a path that ends in a slash stands for all below it.
-        tests: names of the feature's tests, without ``test_`` and ``.py``.
-        files: other files of the checkout.
+        tests: names of tests, without ``test_`` and ``.py``, that go with this patch
+            although an earlier one brings all that they import.
+        files: other files of the checkout; a path that ends in a slash stands for all
+            below it.
 
     """
 
@@ -99,7 +101,7 @@ PATCHES = (
         feature=("connectors/multi_connector.py",),
     ),
     Patch("fault-drill", ("fault_drill",), feature=("fault_drill/",)),
-    Patch("docs", ("docs",)),
+    Patch("docs", ("docs",), files=("docs/",)),
 )
 """The patches in order. The first eight are whole by themselves."""
 

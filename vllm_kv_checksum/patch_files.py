@@ -1,0 +1,125 @@
+"""Which tests and documents of the checkout go with which patch.
+
+A test goes with the first patch that brings all that it imports, itself or through its
+helpers; a helper goes with the first test that needs it.
+"""
+
+import ast
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .apply import FEATURE
+from .series import Patch
+
+TESTS = Path("tests/v1/kv_connector/unit/kv_checksum")
+_DATA = {"test_checksum.py": ["data/kv_checksum_vectors.json"]}
+"""Data that tests read, by the name of the test's file."""
+
+_FEATURE_PACKAGE = "vllm." + FEATURE.replace("/", ".")
+_OF_THIS_PROJECT = ("rig", "kv_checksum_rig", "campaign")
+"""Packages that stay here: tests that need them do, too."""
+
+
+def files_of_patches(
+    patches: Sequence[Patch], feature: Sequence[Sequence[str]], checkout: Path
+) -> list[list[str]]:
+    """Return the tests and documents of every patch, by path in the checkout.
+
+    Args:
+        patches: the series.
+        feature: the feature's modules that each patch brings.
+        checkout: the project's checkout.
+
+    """
+    brought_by = {
+        _module(name): number for number, names in enumerate(feature) for name in names
+    }
+    found: list[list[str]] = [list(_listed(p.files, checkout)) for p in patches]
+    placed: set[Path] = set()
+    for number, test in sorted(_placed_tests(patches, brought_by, checkout)):
+        for path in _with_helpers(checkout / TESTS / test, checkout):
+            if path not in placed:
+                placed.add(path)
+                found[number].append(path.relative_to(checkout).as_posix())
+    return found
+
+
+def _placed_tests(
+    patches: Sequence[Patch], brought_by: dict[str, int], checkout: Path
+) -> Iterator[tuple[int, str]]:
+    own = {name: number for number, p in enumerate(patches) for name in p.tests}
+    for test in sorted((checkout / TESTS).glob("test_*.py")):
+        needed = [
+            name
+            for path in _with_helpers(test, checkout)
+            if path.suffix == ".py"
+            for name in _imports(path)
+        ]
+        if any(name.partition(".")[0] in _OF_THIS_PROJECT for name in needed):
+            continue
+        number = max((brought_by.get(name, 0) for name in needed), default=0)
+        yield own.get(test.stem.removeprefix("test_"), number), test.name
+
+
+def _with_helpers(test: Path, checkout: Path) -> list[Path]:
+    """Return a test's own data, the test, and every file that it imports from there."""
+    root = checkout / TESTS
+    found = [root / "__init__.py", root / "conftest.py"]
+    found += [root / name for name in _DATA.get(test.name, ())]
+    pending = [test]
+    while pending:
+        path = pending.pop()
+        if path in found:
+            continue
+        found.append(path)
+        for name in _relative_imports(path, root):
+            target = root / name
+            for package in target.parents:
+                if package != root and package.is_relative_to(root):
+                    pending.append(package / "__init__.py")
+            pending.append(target)
+    return found
+
+
+def _relative_imports(path: Path, root: Path) -> Iterator[str]:
+    """Yield the files that a file imports by relative names, below `root`."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        folder = path.parents[node.level - 1]
+        base = (
+            folder.joinpath(*(node.module or "").split(".")) if node.module else folder
+        )
+        candidates = [base, *(base / alias.name for alias in node.names)]
+        for candidate in candidates:
+            if candidate.with_suffix(".py").is_file():
+                yield candidate.with_suffix(".py").relative_to(root).as_posix()
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield the absolute names that a file imports, and those of names in packages."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _module(name: str) -> str:
+    """Return the dotted name of one of the feature's files."""
+    parts = name.removesuffix(".py").split("/")
+    return ".".join([_FEATURE_PACKAGE, *(p for p in parts if p != "__init__")])
+
+
+def _listed(files: Sequence[str], checkout: Path) -> Iterator[str]:
+    """Yield files of the checkout; those below a path that ends in a slash."""
+    for name in files:
+        if not name.endswith("/"):
+            yield name
+            continue
+        command = ["git", "-C", str(checkout), "ls-files", name]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+        yield from listed.stdout.split()
