@@ -15,37 +15,9 @@ from vllm.distributed.kv_transfer.kv_checksum.worker import worker as worker_mod
 
 from .rig import caches as u
 from .rig import instances as rig
+from .rig.store import STORES, Executor
 
 PACKED = "packed_heads: KV heads are packed into head slots"
-
-STORES = {
-    "MooncakeStoreConnector": dict(
-        kv_connector_extra_config={"metadata_server": "x", "store_backend": "none"}
-    ),
-    "SimpleCPUOffloadConnector": dict(
-        kv_connector_extra_config={"cpu_bytes_to_use": 2**20}
-    ),
-}
-
-
-class Executor:
-    """Workers that skip what they are told to."""
-
-    def __init__(self, *skipped):
-        self.workers = [
-            SimpleNamespace(model_runner=SimpleNamespace(kv_connector=self.part(s)))
-            for s in skipped
-        ]
-
-    @staticmethod
-    def part(skipped):
-        if skipped is None:  # without checksums, or without a connector
-            return SimpleNamespace(kv_checksum_worker=None)
-        made = SimpleNamespace(skipped=skipped)
-        return SimpleNamespace(kv_checksum_worker=made)
-
-    def collective_rpc(self, method):
-        return [method(worker) for worker in self.workers]
 
 
 def kv_config():

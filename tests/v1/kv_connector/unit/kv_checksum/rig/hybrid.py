@@ -4,6 +4,7 @@
 
 import zlib
 
+import numpy as np
 import torch
 
 from vllm.model_executor.layers.mamba import mamba_utils
@@ -11,7 +12,14 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from . import caches as u
 from . import instances as rig
-from .states import DTYPES, FAMILIES, local_states, page_of, unsharded
+from .states import (
+    DRAFTING,
+    DTYPES,
+    FAMILIES,
+    local_states,
+    page_of,
+    unsharded,
+)
 
 STATE_LAYERS = (8, 9)
 
@@ -39,7 +47,8 @@ class Hybrid(rig.Instance):
         tokens=True,
         **settings,
     ):
-        self.mode, self.family, self.splits = mode, FAMILIES[family], splits
+        self.mode, self.splits = mode, splits
+        self.family = {**FAMILIES, **DRAFTING}[family]
         self.family_name = family
         self.scratch, self.tokens = scratch, tokens
         self.state_size = settings.get("block_size", 16) if mode == "align" else 2048
@@ -113,8 +122,15 @@ class Hybrid(rig.Instance):
         for to, source in zip(ours, theirs[-len(ours) :], strict=True):
             for n in STATE_LAYERS:
                 if (n, source) in producer.states:
-                    self.put_state(to, n, producer.states[n, source])
+                    self.put_state(to, n, self.fitted(*producer.states[n, source]))
                     self.damage_state(to)
+
+    def fitted(self, conv, temporal):
+        """A producer's states, its conv rows cut or filled up to this side's length."""
+        rows = np.zeros((len(conv), self.family.length), conv.dtype)
+        length = min(rows.shape[1], conv.shape[1])
+        rows[:, :length] = conv[:, :length]
+        return rows, temporal
 
     damage_state = staticmethod(lambda block: None)
 

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Connectors' own workers, over the real NIXL (UCX) and Mooncake (TCP), in one process.
 
-One rank per instance. What is real: schedulers, connectors of both roles, the hooks in
+One rank per instance, the first. What is real: schedulers, connectors of both roles, the hooks in
 `ActiveKVConnector`, the libraries. What is fake: the forward.
 """
 
@@ -25,7 +25,6 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.worker.gpu import kv_connector as runner
 
-from . import caches as u
 from . import instances as rig
 from . import transports
 
@@ -64,7 +63,7 @@ class RealWorkers(transports.FakeTransport):
             self.worker = KVConnectorFactory.create_connector(
                 config, KVConnectorRole.WORKER, instance.kv_config
             )
-            caches = {u.names(n)[0]: cache for n, cache in instance.kv.items()}
+            caches = instance.caches_of(0, 0)
             # Layers tell how they keep their KV: here in rows.
             layer = SimpleNamespace(get_attn_backend=lambda: FlashAttentionBackend)
             layers = config.compilation_config.static_forward_context
