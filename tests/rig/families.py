@@ -91,6 +91,28 @@ RECIPES: dict[str, dict[str, Any]] = {
         "conv_kernel": 4,
         "chunk_size": 64,
     },
+    # Mamba1 alone.
+    "mamba": {
+        "architecture": "MambaForCausalLM",
+        "config": "MambaConfig",
+        "num_hidden_layers": 2,
+        "expand": 2,
+        "state_size": 16,
+        "time_step_rank": 8,
+        "conv_kernel": 4,
+    },
+    # OLMo's gated delta nets beside full attention.
+    "olmo_hybrid": {
+        "architecture": "OlmoHybridForCausalLM",
+        "config": "OlmoHybridConfig",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     # Multi-head latent attention.
     "deepseek_v2": {
         "architecture": "DeepseekV2ForCausalLM",

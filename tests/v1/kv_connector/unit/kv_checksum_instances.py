@@ -28,7 +28,11 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -128,6 +132,7 @@ MADE: list["Instance"] | None = None
 class Instance:
     """One vLLM instance: scheduler, and per (PP, TP) rank caches and a worker.
 
+    The scheduler knows its first worker's layers and heads alone, as vLLM has it.
     `window` adds a second KV cache group of sliding-window layers. `transport` moves
     its KV and payloads.
     """
@@ -162,18 +167,18 @@ class Instance:
         groups = [
             (u.names(*n), s) for n, s in zip(self.layers, self.specs, strict=True)
         ]
-        kv_config = self.kv_config = self.make_kv_config(groups)
+        self.model_kv_config = self.make_kv_config(groups)
         # Fresh caches hold the previous owner's bytes.
         self.kv = {
             n: u.random_cache(num_blocks, self.specs[g], seed=hash((role, n)) % 999)
             for g, numbers in enumerate(self.layers)
             for n in numbers
         }
-        self.workers = [
-            self.make_worker(kv_config, stage, rank)
-            for stage in range(pp)
-            for rank in range(tp)
-        ]
+        ranks = [(stage, rank) for stage in range(pp) for rank in range(tp)]
+        self.workers = [self.make_worker(self.model_kv_config, *r) for r in ranks]
+        kv_config = self.kv_config = generate_scheduler_kv_cache_config(
+            [self.worker_kv_config(self.model_kv_config, *r) for r in ranks]
+        )
         init_none_hash(sha256)
         # With async scheduling, one step is scheduled before another has ended.
         self.steps: deque[SchedulerOutput] = deque()
@@ -241,15 +246,23 @@ class Instance:
         """A group's spec as one TP rank has it."""
         return replace(spec, num_kv_heads=HEADS // self.tp)
 
-    def make_worker(self, kv_config, stage, rank):
+    def worker_kv_config(self, kv_config, stage, rank):
+        """The whole model's groups as one worker has them: its layers, its heads."""
         here = self.caches_of(stage, rank)
-        local = [
-            ([n for n in g.layer_names if n in here], self.local_spec(g.kv_cache_spec))
-            for g in kv_config.kv_cache_groups
+        groups = [
+            replace(
+                group,
+                layer_names=[n for n in group.layer_names if n in here],
+                kv_cache_spec=self.local_spec(group.kv_cache_spec),
+            )
+            for group in kv_config.kv_cache_groups
         ]
+        return replace(kv_config, kv_cache_groups=groups)
+
+    def make_worker(self, kv_config, stage, rank):
         return u.worker(
-            u.config(self.num_blocks, *local),
-            here,
+            self.worker_kv_config(kv_config, stage, rank),
+            self.caches_of(stage, rank),
             tp_rank=rank,
             tp_size=self.tp,
             pp_rank=stage,

@@ -272,7 +272,9 @@ class Unruly:
             return
         self.faults.counts["worker: replaced between load and verdict"] += 1
         self.excuse(old._recvs, "worker")
-        self.workers[at] = self.make_worker(self.kv_config, old.pp_rank, old.tp_rank)
+        self.workers[at] = self.make_worker(
+            self.model_kv_config, old.pp_rank, old.tp_rank
+        )
 
     def arrive(self, req_id: str, block_ids: list[int]) -> None:
         """A load's KV is here; ranks report that in this step or in one of the next."""
