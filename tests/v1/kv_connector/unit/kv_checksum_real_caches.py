@@ -90,7 +90,8 @@ class Rank:
 
     Args:
         settings: further engine arguments.
-        load: given the model, takes its weights from the CPU; else it has none.
+        load: loads weights into the model; without it layers have no memory, and
+            caches are not bound to them.
     """
 
     def __init__(self, family, layout, rank, tp, settings=(), load=None):
@@ -126,7 +127,10 @@ class Rank:
                 _kv_cache_config=self.cfg, set_kv_checksum_worker=lambda worker: None
             )
             self.worker = create_kv_checksum_worker(config, connector, caches)
-        self.layers = config.compilation_config.static_forward_context
+            self.layers = config.compilation_config.static_forward_context
+            if load is not None:
+                for name, cache in caches.items():
+                    self.layers[name].bind_kv_cache(cache)
 
     def page(self, name, block, size) -> np.ndarray:
         """A layer's bytes in one block, by vLLM's placement."""

@@ -7,6 +7,7 @@ forward.
 """
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import kv_checksum_instances as rig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,6 +19,16 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 
 STORE: dict[bytes, "Value"] = {}
+
+STORES = {
+    "MooncakeStoreConnector": dict(
+        kv_connector_extra_config={"metadata_server": "x", "store_backend": "none"}
+    ),
+    "SimpleCPUOffloadConnector": dict(
+        kv_connector_extra_config={"cpu_bytes_to_use": 2**20}
+    ),
+}
+"""Settings of vLLM's connectors that store checksums."""
 
 
 @dataclass
@@ -169,3 +180,23 @@ class StoringInstance(rig.Instance):
         for run in meta.saves:
             self.save_blocks(run)
         return self.finish_step(output, self.aggregator.aggregate(per_worker))
+
+
+class Executor:
+    """Workers that skip what they are told to."""
+
+    def __init__(self, *skipped):
+        self.workers = [
+            SimpleNamespace(model_runner=SimpleNamespace(kv_connector=self.part(s)))
+            for s in skipped
+        ]
+
+    @staticmethod
+    def part(skipped):
+        if skipped is None:  # without checksums, or without a connector
+            return SimpleNamespace(kv_checksum_worker=None)
+        made = SimpleNamespace(skipped=skipped)
+        return SimpleNamespace(kv_checksum_worker=made)
+
+    def collective_rpc(self, method):
+        return [method(worker) for worker in self.workers]

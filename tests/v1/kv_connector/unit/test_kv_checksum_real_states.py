@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 __all__ = ["single_rank"]
 
-BLOCK = 3
 WORDS = {2: np.uint16, 4: np.uint32}
 CHANNELS = 256
 LAYOUTS = ("SD", "DS")
@@ -47,20 +46,18 @@ def numbers(first, count, *dims):
 
 def numbered_mamba(model):
     for n in range(2):
-        name = f"backbone.layers.{n}.mixer"
-        kernel = model.config.conv_kernel
+        name, kernel = f"backbone.layers.{n}.mixer", model.config.conv_kernel
         conv = (f"{name}.conv1d.weight", numbers(0, CHANNELS, 1, kernel))
         model.load_weights([conv, (f"{name}.D", numbers(0, CHANNELS))])
 
 
 def numbered_olmo(model):
     for n in (0, 2):
-        name = f"model.layers.{n}.linear_attn"
-        weights = [(f"{name}.A_log", numbers(0, 4))]
-        for part, first, size in (("q", 0, 64), ("k", 64, 64), ("v", 128, 128)):
-            conv = numbers(first, size, 1, model.config.linear_conv_kernel_dim)
-            weights.append((f"{name}.{part}_conv1d.weight", conv))
-        model.load_weights(weights)
+        layer = model.model.layers[n].linear_attn
+        layer.A_log.weight_loader(layer.A_log, numbers(0, 4))
+        weight, kernel = layer.conv1d.weight, layer.conv_kernel_size
+        for part, (first, size) in enumerate([(0, 64), (64, 64), (128, 128)]):
+            weight.weight_loader(weight, numbers(first, size, 1, kernel), part)
 
 
 FAMILIES = {"mamba": numbered_mamba, "olmo_hybrid": numbered_olmo}
@@ -104,6 +101,11 @@ def state_layers(rank):
     }
 
 
+def block_of(group_id):
+    """A block of the group's own, as groups overlay the same bytes."""
+    return 3 + 2 * group_id
+
+
 def rows_of(layer):
     """Numbers of the conv channels and temporal rows that vLLM gave to a rank."""
     temporal = layer.D if hasattr(layer, "D") else layer.A_log
@@ -120,11 +122,11 @@ def unsharded(shapes, dtypes, seed):
 
 
 def views_of(rank, name):
-    """A layer's states, all blocks, as the layer itself unpacks them."""
-    layer = rank.layers[name]
-    layer.bind_kv_cache(rank.caches[name])
+    """A layer's states in its group's block, as the layer itself unpacks them."""
     integers = {2: torch.int16, 4: torch.int32}
-    return [state.view(integers[state.element_size()]) for state in layer.kv_cache]
+    block = block_of(state_layers(rank)[name][0])
+    states = [state[block] for state in rank.layers[name].kv_cache]
+    return [state.view(integers[state.element_size()]) for state in states]
 
 
 def global_shapes(spec, layout, tp):
@@ -144,14 +146,14 @@ def fill(ranks, layout):
             conv, temporal = views_of(rank, name)
             channels, heads = rows_of(rank.layers[name])
             part = states[name][0][channels.numpy()].view(conv.numpy().dtype)
-            conv[BLOCK] = torch.from_numpy(part.T if layout == "SD" else part)
+            conv[:] = torch.from_numpy(part.T if layout == "SD" else part)
             part = states[name][1][heads.numpy()].view(temporal.numpy().dtype)
-            temporal[BLOCK] = torch.from_numpy(part).view(temporal[BLOCK].shape)
+            temporal[:] = torch.from_numpy(part).view(temporal.shape)
     return states
 
 
 def checks_of(ranks, group_id):
-    blocks = KVChecksumBlocks(57, {group_id: (0, [BLOCK])})
+    blocks = KVChecksumBlocks(57, {group_id: (0, [block_of(group_id)])})
     records = [u.send_record(rank.worker, blocks) for rank in ranks]
     assert not any(record.skipped_groups for record in records)
     return replica_checks(add_records(records, "r", group_id))
@@ -210,9 +212,9 @@ def test_a_flipped_bit_of_any_rank_and_state_is_a_mismatch(
     for rank in d:
         for name in state_layers(rank):
             for state in views_of(rank, name):
-                state[BLOCK].view(-1)[-3] ^= 8
+                state.view(-1)[-3] ^= 8
                 assert verdict_of(p, d).outcome == "mismatch"
-                state[BLOCK].view(-1)[-3] ^= 8
+                state.view(-1)[-3] ^= 8
     assert verdict_of(p, d).outcome == "verified"
 
 
@@ -223,7 +225,7 @@ def test_states_that_two_ranks_exchange_are_a_mismatch(family, state, conv_layou
     fill(p, conv_layout)
     fill(d, conv_layout)
     name = next(iter(state_layers(d[0])))
-    first, second = (views_of(rank, name)[state][BLOCK] for rank in d)
+    first, second = (views_of(rank, name)[state] for rank in d)
     kept = first.clone()
     first[:], second[:] = second.clone(), kept
     assert verdict_of(p, d).outcome == "mismatch"
@@ -257,7 +259,7 @@ def test_other_numbers_of_drafted_tokens_are_unverified_and_no_mismatch(
     theirs, ours, conv_layout
 ):
     """A conv state has room for what is drafted, so its rows are of other lengths."""
-    p, d = made("olmo_hybrid", 1, conv_layout, theirs), []
+    p = made("olmo_hybrid", 1, conv_layout, theirs)
     for tp in (1, 2):
         d = made("olmo_hybrid", tp, conv_layout, ours)
         assert conv_lengths(p, conv_layout) != conv_lengths(d, conv_layout)
@@ -290,9 +292,9 @@ def test_equal_drafts_kernels_and_dtypes_verify_at_other_tp_sizes(
     for p, d in ((one, two), (two, one)):
         assert verdict_of(p, d).outcome == "verified"
         conv, _ = views_of(d[-1], next(iter(states)))
-        conv[BLOCK].view(-1)[-1] ^= 1
+        conv.view(-1)[-1] ^= 1
         assert verdict_of(p, d).outcome == "mismatch"
-        conv[BLOCK].view(-1)[-1] ^= 1
+        conv.view(-1)[-1] ^= 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,6 +4,7 @@
 import pickle
 from dataclasses import replace
 
+import kv_checksum_reference as reference
 import kv_checksum_utils as u
 import pytest
 import torch
@@ -235,13 +236,44 @@ def skip_cases():
     spec = u.full_spec()
     one_head = u.full_spec(heads=1)
     mla = dict(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
-    name = u.names(0)[0]
+    many = u.full_spec(heads=2**16 + 1, head_size=1)
+    half = replace(many, num_kv_heads=2**15 + 1)
+    many_heads = torch.zeros(8, 2**16 + 1, 16, 2, dtype=torch.bfloat16)
+    name, other = u.names(0, 1)
     cache = u.random_cache(8, spec)
     single = u.random_cache(8, one_head)
     latent = u.random_cache(8, MLAAttentionSpec(**mla))
     return {
         "Mamba": (mamba_spec(), {name: cache}, {}),
         "compressed": (u.full_spec(tokens_per_state=4), {name: cache}, {}),
+        "one compressed layer of a uniform group": (
+            UniformTypeKVCacheSpecs(
+                block_size=16,
+                kv_cache_specs={name: spec, other: u.full_spec(tokens_per_state=4)},
+            ),
+            {name: cache, other: cache.clone()},
+            {},
+        ),
+        "too many heads": (many, {name: many_heads}, {}),
+        "too many heads of all ranks": (
+            half,
+            {name: many_heads[:, : 2**15 + 1]},
+            dict(tp_size=2),
+        ),
+        "too many heads of two caches": (
+            UniformTypeKVCacheSpecs(
+                block_size=16,
+                kv_cache_specs={
+                    "model.layers.0.attn": half,
+                    "model.layers.0.indexer": replace(half, num_kv_heads=2**15),
+                },
+            ),
+            {
+                "model.layers.0.attn": many_heads[:, : 2**15 + 1],
+                "model.layers.0.indexer": many_heads[:, 2**15 + 1 :],
+            },
+            {},
+        ),
         "head slots": (u.full_spec(num_head_slots=4), {name: cache}, {}),
         "as many head slots as heads": (
             u.full_spec(num_head_slots=2, state_content_bytes=32),
@@ -312,6 +344,10 @@ def skip_cases():
 
 SKIPPED_AS = {
     "compressed": Skipped.COMPRESSED,
+    "one compressed layer of a uniform group": Skipped.COMPRESSED,
+    "too many heads": Skipped.TOO_MANY_HEADS,
+    "too many heads of all ranks": Skipped.TOO_MANY_HEADS,
+    "too many heads of two caches": Skipped.TOO_MANY_HEADS,
     "head slots": Skipped.PACKED_HEADS,
     "as many head slots as heads": Skipped.PACKED_HEADS,
     "packed cells": Skipped.PACKED_CELLS,
@@ -350,6 +386,23 @@ def test_a_skipped_group_is_said_and_the_one_beside_it_is_summed(case):
     if kwargs.get("tp_size", 1) == 1:
         expected = u.expected_sums({9: beside["model.layers.9.attn"]}, [5, 2, 7], 1, 57)
         assert u.values_of(record, group_id=1) == expected
+
+
+@pytest.mark.parametrize("caches_per_layer", [1, 2])
+def test_as_many_heads_as_a_layer_may_have_are_covered(caches_per_layer):
+    """Zeros add nothing, so the sum is that of the one head that is not zero."""
+    heads = 2**16 // caches_per_layer
+    spec = u.full_spec(heads, head_size=1)
+    names = ["model.layers.3.attn", "model.layers.3.indexer"][:caches_per_layer]
+    caches = {n: torch.zeros(8, heads, 16, 2, dtype=torch.bfloat16) for n in names}
+    last = caches[names[-1]][5, -1].copy_(torch.randn(16, 2)).view(torch.uint8)
+    specs = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs=dict.fromkeys(names, spec)
+    )
+    w = u.worker(u.config(8, (names, specs)), caches)
+    record = u.send_record(w, KVChecksumBlocks(57, {0: (1, [5])}))
+    expected = reference.slice_sum(last.numpy(), 3, 2**16 - 1, 16, 57)
+    assert u.values_of(record) == [expected]
 
 
 @pytest.mark.parametrize(

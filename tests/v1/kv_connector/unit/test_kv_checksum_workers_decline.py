@@ -7,6 +7,7 @@ import kv_checksum_instances as rig
 import kv_checksum_utils as u
 import pytest
 import torch
+from kv_checksum_store import STORES, Executor
 
 from vllm.distributed.kv_transfer.kv_checksum import coverage
 from vllm.distributed.kv_transfer.kv_checksum import worker as worker_module
@@ -15,35 +16,6 @@ from vllm.distributed.kv_transfer.kv_checksum.enable import (
 )
 
 PACKED = "packed_heads: KV heads are packed into head slots"
-
-STORES = {
-    "MooncakeStoreConnector": dict(
-        kv_connector_extra_config={"metadata_server": "x", "store_backend": "none"}
-    ),
-    "SimpleCPUOffloadConnector": dict(
-        kv_connector_extra_config={"cpu_bytes_to_use": 2**20}
-    ),
-}
-
-
-class Executor:
-    """Workers that skip what they are told to."""
-
-    def __init__(self, *skipped):
-        self.workers = [
-            SimpleNamespace(model_runner=SimpleNamespace(kv_connector=self.part(s)))
-            for s in skipped
-        ]
-
-    @staticmethod
-    def part(skipped):
-        if skipped is None:  # without checksums, or without a connector
-            return SimpleNamespace(kv_checksum_worker=None)
-        made = SimpleNamespace(skipped=skipped)
-        return SimpleNamespace(kv_checksum_worker=made)
-
-    def collective_rpc(self, method):
-        return [method(worker) for worker in self.workers]
 
 
 def kv_config():
