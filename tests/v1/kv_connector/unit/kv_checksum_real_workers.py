@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connectors' own workers, over the real NIXL (UCX) and Mooncake (TCP), in one process.
 
-One rank per instance. What is real: schedulers, connectors of both roles, the hooks in
+One rank per instance, the first. What is real: schedulers, connectors of both roles, the hooks in
 `ActiveKVConnector`, the libraries. What is fake: the forward.
 """
 
@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import kv_checksum_instances as rig
 import kv_checksum_transports as transports
-import kv_checksum_utils as u
 from rig.servers import free_port
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -62,7 +61,7 @@ class RealWorkers(transports.FakeTransport):
             self.worker = KVConnectorFactory.create_connector(
                 config, KVConnectorRole.WORKER, instance.kv_config
             )
-            caches = {u.names(n)[0]: cache for n, cache in instance.kv.items()}
+            caches = instance.caches_of(0, 0)
             # Layers tell how they keep their KV: here in rows.
             layer = SimpleNamespace(get_attn_backend=lambda: FlashAttentionBackend)
             layers = config.compilation_config.static_forward_context

@@ -4,6 +4,9 @@
 import kv_checksum_instances as rig
 import pytest
 from kv_checksum_hybrid import STATE_LAYERS, pair
+from vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils import (
+    derive_mamba_conv_split,
+)
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.engine import FinishReason
 
@@ -24,6 +27,7 @@ def load(*args, **kwargs):
 SPLITS = [
     ((1, 1), (1, 1)),
     ((2, 1), (1, 1)),
+    ((1, 1), (2, 1)),
     ((1, 1), (4, 1)),
     ((1, 2), (2, 1)),
     ((4, 1), (2, 2)),
@@ -57,6 +61,36 @@ def test_states_verify_and_a_flipped_bit_is_seen(
     assert out.finish_reason == FinishReason.ERROR
     assert d.stats["blocks_mismatched"] == 1
     assert not any(k.startswith(("unverified", "left_out")) for k in d.stats)
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize("d_split", [(2, 1), (4, 1), (2, 2)])
+def test_a_flipped_bit_in_the_last_rank_s_copy_of_b_is_seen(
+    model, transport, d_split, mode
+):
+    """Where B and C lie, which every rank holds whole, NIXL's own split tells."""
+    tp, pp = d_split
+    p, d = pair(
+        model,
+        None,
+        dict(tp=tp, pp=pp, kv_checksum_fail_closed=True),
+        mode=mode,
+        transport=transport,
+    )
+    load(p, d, 100, "good")
+    split = derive_mamba_conv_split(d.local_spec(None), tp)
+    row = split.conv_rows * split.conv_dtype_size
+    x, b, c = (rows * row for rows in split.local_proj_dims)
+    for i, at in enumerate((x, x + b - 1, x + b + c - 1)):
+
+        def flip(block, at=at):
+            d.pages[STATE_LAYERS[1], tp - 1][block, 0, 0, at] ^= 1
+
+        d.damage_state = flip
+        out = load(p, d, 100, f"bad{i}", prompt=tokens(100, i + 1))
+        assert out.finish_reason == FinishReason.ERROR
+        assert d.stats.pop("blocks_mismatched") == 1
+    assert d.loads("verified") == 1 and d.loads("mismatch") == 3
 
 
 @pytest.mark.parametrize("family", ["mamba1", "gated delta net", "mamba2, 4 groups"])
@@ -107,6 +141,72 @@ def test_states_without_a_known_split_need_equal_tp(model, d_tp, caplog):
     assert d.stats.get("left_out:tp_sizes", 0) == left_out
     said = [x for x in caplog.messages if "leave out KV cache group 1: tp_sizes" in x]
     assert len(said) == (left_out > 0)
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])
+def test_fail_closed_leaves_out_states_of_other_tp_sizes_and_checks_the_rest(
+    model, transport, p_tp, d_tp, policy, mode, log
+):
+    p, d = pair(
+        model,
+        dict(tp=p_tp),
+        dict(tp=d_tp, kv_checksum_fail_closed=True, policy=policy),
+        splits=False,
+        mode=mode,
+        transport=transport,
+    )
+    d.damage_state = d.flip_state_bit
+    for i in range(2):
+        out = load(p, d, 100, f"r{i}", prompt=tokens(100, i))
+        assert out.finish_reason == FinishReason.LENGTH
+    assert d.loads("verified") == 2 and d.stats["blocks_compared"] == 2 * 7
+    assert d.stats["left_out:tp_sizes"] == 2
+    (said,) = [x for x in log if "leave out KV cache group 1: tp_sizes" in x]
+    assert said.startswith("WARNING")
+    d.damage = lambda instance, req_id, ids: instance.kv[1][ids[2]].neg_()
+    out = load(p, d, 100, "bad", prompt=tokens(100, 7))
+    assert (d.loads("mismatch"), d.stats["blocks_mismatched"]) == (1, 1)
+    ends = {"fail": FinishReason.ERROR, "recompute": FinishReason.LENGTH}
+    assert out.finish_reason == ends[policy]
+    assert d.stats["left_out:tp_sizes"] == 3
+
+
+@pytest.mark.parametrize(("p_split", "d_split"), [((2, 1), (2, 1)), ((2, 2), (2, 1))])
+def test_states_without_a_known_split_are_compared_at_equal_tp_sizes(
+    model, transport, p_split, d_split
+):
+    p, d = pair(
+        model,
+        dict(tp=p_split[0], pp=p_split[1]),
+        dict(tp=d_split[0], pp=d_split[1], kv_checksum_fail_closed=True),
+        splits=False,
+        transport=transport,
+    )
+    load(p, d, 100)
+    assert d.loads("verified") == 1 and d.stats["blocks_compared"] == 8
+    d.damage_state = d.flip_state_bit
+    out = load(p, d, 100, "bad", prompt=tokens(100, 7))
+    assert out.finish_reason == FinishReason.ERROR and d.loads("mismatch") == 1
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])
+def test_fail_closed_refuses_loads_of_which_all_is_left_out(
+    model, transport, p_tp, d_tp
+):
+    p, d = pair(
+        model,
+        dict(tp=p_tp),
+        dict(tp=d_tp, kv_checksum_fail_closed=True),
+        splits=False,
+        tokens=False,
+        transport=transport,
+    )
+    out = load(p, d, 100)
+    assert out.finish_reason == FinishReason.ERROR
+    assert d.stats["unverified:nothing_in_common"] == d.loads("unverified") == 1
+    assert d.stats["left_out:tp_sizes"] == 1
 
 
 @pytest.mark.parametrize(("d_tp", "outcome"), [(1, "verified"), (2, "unverified")])
