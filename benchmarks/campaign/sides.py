@@ -11,7 +11,11 @@ from typing import Any
 import kv_checksum_utils as u
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    generate_scheduler_kv_cache_config,
+)
 from vllm.v1.request import RequestStatus
 
 from vllm.distributed.kv_transfer.kv_checksum import (
@@ -70,6 +74,7 @@ class Side:
         self.rows = self._block_tables(loads, random)
         self.blocks: dict[str, KVCacheBlocks] = {}
         self.caches: list[Any] = []
+        self.kv_configs: list[Any] = []
         self.workers = [
             self._worker(stage, rank, random)
             for stage in range(split.pp)
@@ -114,8 +119,9 @@ class Side:
             workers.append(Worker(layers, covered, rank, here))
             self.caches += own
         heads = {g.heads for g in self.groups if isinstance(g, Attention)}
+        self.kv_configs.append(u.config(self.num_blocks, *configs))
         return u.worker(
-            u.config(self.num_blocks, *configs),
+            self.kv_configs[-1],
             caches,
             tp_rank=rank,
             tp_size=self.split.tp,
@@ -133,12 +139,11 @@ class Side:
                 pipeline_parallel_size=self.split.pp,
             ),
         )
-        whole = [(u.names(*g.layers), g.spec(self.split, 1)) for g in self.groups]
         return KVChecksumScheduler(
             config,
             _Connector(),
             self._cache_manager(),
-            u.config(self.num_blocks, *whole),
+            generate_scheduler_kv_cache_config(self.kv_configs),
         )
 
     def _cache_manager(self) -> SimpleNamespace:
