@@ -5,6 +5,7 @@ import zlib
 
 import kv_checksum_instances as rig
 import kv_checksum_utils as u
+import numpy as np
 import torch
 from kv_checksum_states import DTYPES, FAMILIES, local_states, page_of, unsharded
 from vllm.model_executor.layers.mamba import mamba_utils
@@ -109,8 +110,15 @@ class Hybrid(rig.Instance):
         for to, source in zip(ours, theirs[-len(ours) :], strict=True):
             for n in STATE_LAYERS:
                 if (n, source) in producer.states:
-                    self.put_state(to, n, producer.states[n, source])
+                    self.put_state(to, n, self.fitted(*producer.states[n, source]))
                     self.damage_state(to)
+
+    def fitted(self, conv, temporal):
+        """A producer's states, its conv rows cut or filled up to this side's length."""
+        rows = np.zeros((len(conv), self.family.length), conv.dtype)
+        length = min(rows.shape[1], conv.shape[1])
+        rows[:, :length] = conv[:, :length]
+        return rows, temporal
 
     damage_state = staticmethod(lambda block: None)
 

@@ -19,7 +19,8 @@ NUM_BLOCKS, PADDING, ROWS_BETWEEN = 5, 24, 7
 class Family:
     """Global conv segments, temporal rows, and vLLM's functions for them.
 
-    `replicated` are the conv segments that every rank holds whole.
+    `replicated` are the conv segments that every rank holds whole; `length` is that of
+    a conv row.
     """
 
     conv: tuple[int, ...]
@@ -28,20 +29,24 @@ class Family:
     shapes: object
     splits: object
     replicated: tuple[int, ...] = ()
+    length: int = 3
 
 
 CALC = MambaStateShapeCalculator
 
 
-def mamba2(n_groups):
+def mamba2(n_groups, drafts=0):
     sizes = dict(intermediate_size=16, n_groups=n_groups, num_heads=8, state_size=6)
     return Family(
         (16, 6 * n_groups, 6 * n_groups),
         8,
         (2, 6),
-        lambda tp: CALC.mamba2_state_shape(tp, head_dim=2, conv_kernel=4, **sizes),
+        lambda tp: CALC.mamba2_state_shape(
+            tp, head_dim=2, conv_kernel=4, num_spec=drafts, **sizes
+        ),
         lambda tp: CALC.mamba2_state_splits(tp, **sizes),
         (1, 2) if n_groups == 1 else (),
+        3 + drafts,
     )
 
 
@@ -66,6 +71,7 @@ FAMILIES = {
     ),
     "mamba2, 1 group": mamba2(1),
     "mamba2, 4 groups": mamba2(4),
+    "mamba2, 1 group, 2 drafts": mamba2(1, drafts=2),
     "gated delta net": gdn(),
 }
 DTYPES = (torch.bfloat16, torch.float32)
@@ -75,7 +81,10 @@ WORDS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 def unsharded(family, seed, dtypes=DTYPES):
     """Conv rows ``(dim, state_len)`` and temporal rows, as unsigned words."""
     draw = np.random.default_rng(seed)
-    shapes = (sum(family.conv), 3), (family.temporal, prod(family.per_row))
+    shapes = (
+        (sum(family.conv), family.length),
+        (family.temporal, prod(family.per_row)),
+    )
     return [
         draw.integers(0, 2 ** (8 * dtype.itemsize), shape).astype(WORDS[dtype])
         for shape, dtype in zip(shapes, dtypes, strict=True)

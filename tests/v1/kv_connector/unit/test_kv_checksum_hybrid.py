@@ -100,6 +100,49 @@ def test_other_families_verify_at_unequal_tp(model, family):
     assert d.loads("verified") == 1
 
 
+DRAFTS = {0: "mamba2, 1 group", 2: "mamba2, 1 group, 2 drafts"}
+"""Families by the number of drafted tokens that conv states have room for."""
+
+
+@pytest.mark.parametrize(("p_drafts", "d_drafts"), [(0, 2), (2, 0)])
+@pytest.mark.parametrize("fail_closed", [False, True])
+@pytest.mark.parametrize("d_tp", [1, 2])
+def test_other_numbers_of_drafted_tokens_are_unverified_and_no_mismatch(
+    model, transport, p_drafts, d_drafts, fail_closed, d_tp
+):
+    if transport == "mooncake" and p_drafts < d_drafts:
+        pytest.skip("Mooncake itself refuses a producer of fewer blocks")
+    p, d = pair(
+        model,
+        dict(family=DRAFTS[p_drafts], scratch=p_drafts),
+        dict(
+            family=DRAFTS[d_drafts],
+            scratch=d_drafts,
+            tp=d_tp,
+            kv_checksum_fail_closed=fail_closed,
+        ),
+        transport=transport,
+    )
+    out = load(p, d, 100)
+    assert d.stats["unverified:fingerprint"] == d.loads("unverified") == 1
+    assert d.loads("mismatch") == d.stats["blocks_mismatched"] == 0
+    ends = FinishReason.ERROR if fail_closed else FinishReason.LENGTH
+    assert out.finish_reason == ends
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])
+def test_equal_numbers_of_drafted_tokens_verify_at_other_tp_sizes(
+    model, transport, p_tp, d_tp
+):
+    both = dict(family=DRAFTS[2], scratch=2, transport=transport)
+    p, d = pair(model, dict(tp=p_tp), dict(tp=d_tp), **both)
+    load(p, d, 100)
+    assert d.loads("verified") == 1 and d.stats["blocks_compared"] == 8
+    d.damage_state = d.flip_state_bit
+    load(p, d, 100, "bad", prompt=tokens(100, 7))
+    assert d.loads("mismatch") == 1
+
+
 def test_a_state_of_another_request_is_seen(model):
     p, d = pair(model)
     load(p, d, 90, "other", prompt=tokens(90, 3))
