@@ -11,6 +11,8 @@ import kv_checksum_utils as u
 import pytest
 import torch
 from kv_checksum_store import STORES, Executor
+from vllm.config import HiSparseConfig
+from vllm.v1.hisparse import binding, layout
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
 from vllm.distributed.kv_transfer.kv_checksum import (
@@ -23,17 +25,12 @@ from vllm.distributed.kv_transfer.kv_checksum.enable import (
     create_kv_checksum_scheduler,
 )
 
-layout = pytest.importorskip("vllm.v1.hisparse.layout")  # vLLM 0.33.0 on
-binding = pytest.importorskip("vllm.v1.hisparse.binding")
-
 NUM_BLOCKS = 40
 BLOCKS = KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (1, [5, 2, 7])})
 
 
 def planned(config):
     """vLLM's groups of sparse latents and their indexers; as many host blocks."""
-    from vllm.config import HiSparseConfig
-
     latents = MLAAttentionSpec(
         block_size=16,
         num_kv_heads=1,
@@ -41,8 +38,6 @@ def planned(config):
         dtype=torch.bfloat16,
         max_tp_shards=1,
         cache_role=SparseCacheRole.SPARSE,
-        topk_buffer_width=16,
-        is_index_group_leader=True,
     )
     specs = {}
     for name in u.names(0, 1, suffix="self_attn"):
@@ -51,6 +46,7 @@ def planned(config):
     config.attention_config.hisparse_config = HiSparseConfig(device_buffer_size=64)
     config.cache_config.kv_cache_layout = "BLNHC"
     config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
+    config.model_config.hf_config.index_topk = 16
     config.model_config.max_model_len = 16 * (NUM_BLOCKS - 2)
     groups = layout.get_hisparse_kv_cache_groups(config, specs)
     host_bytes = NUM_BLOCKS * groups[0].kv_cache_spec.page_size_bytes
