@@ -7,7 +7,14 @@ import kv_checksum_instances as rig
 import kv_checksum_utils as u
 import numpy as np
 import torch
-from kv_checksum_states import DTYPES, FAMILIES, local_states, page_of, unsharded
+from kv_checksum_states import (
+    DRAFTING,
+    DTYPES,
+    FAMILIES,
+    local_states,
+    page_of,
+    unsharded,
+)
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -36,7 +43,8 @@ class Hybrid(rig.Instance):
         tokens=True,
         **settings,
     ):
-        self.mode, self.family, self.splits = mode, FAMILIES[family], splits
+        self.mode, self.splits = mode, splits
+        self.family = {**FAMILIES, **DRAFTING}[family]
         self.family_name = family
         self.scratch, self.tokens = scratch, tokens
         self.state_size = settings.get("block_size", 16) if mode == "align" else 2048

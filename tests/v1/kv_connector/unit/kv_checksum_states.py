@@ -71,9 +71,11 @@ FAMILIES = {
     ),
     "mamba2, 1 group": mamba2(1),
     "mamba2, 4 groups": mamba2(4),
-    "mamba2, 1 group, 2 drafts": mamba2(1, drafts=2),
     "gated delta net": gdn(),
 }
+DRAFTING = {"mamba2, 1 group, 2 drafts": mamba2(1, drafts=2)}
+"""Families whose conv states have room for drafted tokens; no campaign draws them."""
+
 DTYPES = (torch.bfloat16, torch.float32)
 WORDS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kv_checksum_states import (
     CALC,
+    DRAFTING,
     DTYPES,
     FAMILIES,
     NUM_BLOCKS,
@@ -65,10 +66,10 @@ def expected(family):
     return [sum(parts) % 2**64]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *DRAFTING])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_any_tp_size_and_conv_layout_gives_the_unsharded_value(name, tp, conv_layout):
-    family = FAMILIES[name]
+    family = {**FAMILIES, **DRAFTING}[name]
     workers = workers_of(family, conv_layout, tp)
     replicas = tp if family.replicated else 1
     assert u.whole_sums(workers, BLOCKS) == [expected(family)] * replicas
