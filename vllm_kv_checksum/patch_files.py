@@ -17,7 +17,7 @@ _DATA = {"test_checksum.py": ["data/kv_checksum_vectors.json"]}
 """Data that tests read, by the name of the test's file."""
 
 _FEATURE_PACKAGE = "vllm." + FEATURE.replace("/", ".")
-_OF_THIS_PROJECT = ("rig", "kv_checksum_rig", "campaign")
+_OF_THIS_PROJECT = ("campaign", "kv_checksum_rig", "rig", "spacing", "without_vllm")
 """Packages that stay here: tests that need them do, too."""
 
 

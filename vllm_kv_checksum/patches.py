@@ -55,7 +55,7 @@ def write_patches(
     if sorted(folder.glob("*.patch")):
         raise InstallError(f"{folder} holds patches already: name an empty folder")
     sender = author or _git_author() or _FALLBACK_AUTHOR
-    if not parseaddr(sender)[1]:
+    if re.fullmatch(r"[^<>]+ <[^<>\s]+@[^<>\s]+>", sender) is None:
         raise InstallError(f"--from {sender!r} is not of the form 'Name <address>'")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -78,7 +78,10 @@ def changes_of_patches(
     files = files_of_patches(PATCHES, feature, checkout) if checkout else []
     for number, patch in enumerate(PATCHES, 1):
         changes = []
+        edited = {module.path for module in patch.edits()}
         for module in load_series(PATCHES[:number]):
+            if module.path not in edited:
+                continue
             source = plan.originals[module.path].decode("utf-8")
             new = module.apply(source, plan.vllm_version).encode("utf-8")
             if new != now[module.path]:

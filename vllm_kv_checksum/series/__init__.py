@@ -64,13 +64,14 @@ PATCHES = (
             "worker/rows.py",
             "worker/states.py",
             "worker/views.py",
+            "worker/worker.py",
         ),
     ),
     Patch("settings-and-messages", ("config", "messages")),
     Patch(
         "worker",
         ("base", "worker"),
-        feature=("payload.py", "support.py", "worker/worker.py"),
+        feature=("payload.py", "support.py", "worker/factory.py"),
     ),
     Patch(
         "scheduler",
@@ -101,7 +102,7 @@ PATCHES = (
         feature=("connectors/multi_connector.py",),
     ),
     Patch("fault-drill", ("fault_drill",), feature=("fault_drill/",)),
-    Patch("docs", ("docs",), files=("docs/",)),
+    Patch("docs", ("docs",), tests=("spec_table",), files=("docs/",)),
 )
 """The patches in order. The first eight are whole by themselves."""
 

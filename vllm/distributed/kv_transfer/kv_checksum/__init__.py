@@ -30,7 +30,7 @@ _HOME = {
     "KVChecksumCarrier": "payload",
     "KVChecksumWorker": "worker",
     "KVChecksumOutput": "worker",
-    "create_kv_checksum_worker": "worker.worker",
+    "create_kv_checksum_worker": "worker.factory",
     "KVChecksumScheduler": "scheduler",
     "KV_TRANSFER_PARAMS_KEY": "payload",
     "create_kv_checksum_scheduler": "scheduler.factory",

@@ -11,7 +11,7 @@ another prefix or of another model's layers fails like a damaged one. A rank che
 what it stored itself: nothing is added up over ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,3 +83,19 @@ def hashes_of_blocks(
 
     """
     return block_hashes[(start + 1) * scale - 1 : stop * scale : scale]
+
+
+def why_not_summed(
+    skipped: Mapping[int, str] | None, group_ids: Collection[int]
+) -> str | None:
+    """Why not all of these groups are summed, or None.
+
+    Args:
+        skipped: reasons by KV cache group id; None if they are not known yet.
+        group_ids: the KV cache groups that are to be summed.
+
+    """
+    for group_id in group_ids:
+        if skipped and group_id in skipped:
+            return f"KV cache group {group_id}: {skipped[group_id]}"
+    return None

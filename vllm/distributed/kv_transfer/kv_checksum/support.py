@@ -8,7 +8,7 @@ they are planned, and asked again then; what depends on the caches themselves, o
 workers have them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,20 +217,4 @@ def why_whole_blocks_differ(kv_cache_groups: Sequence[Any]) -> str | None:
             # Subclasses may hold something else than every token's KV.
             if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
                 return f"{type(one).__name__} layers are not full attention"
-    return None
-
-
-def why_not_summed(
-    skipped: Mapping[int, str] | None, group_ids: Collection[int]
-) -> str | None:
-    """Why not all of these groups are summed, or None.
-
-    Args:
-        skipped: reasons by KV cache group id; None if they are not known yet.
-        group_ids: the KV cache groups that are to be summed.
-
-    """
-    for group_id in group_ids:
-        if skipped and group_id in skipped:
-            return f"KV cache group {group_id}: {skipped[group_id]}"
     return None

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """States of vLLM's own layers: P and D of other TP sizes, kernels, drafts and dtypes.
 
-Layers are built, planned and allocated as in `kv_checksum_real_caches`. Which rows of a
-state a rank holds, vLLM's weight loaders tell: every weight of a checkpoint that numbers
-its channels and heads is the number of its row. Where a rank's pages hold them, the
+Layers are built, planned and allocated as in `rig.real_caches`. Which rows of a state a
+rank holds, vLLM's weight loaders tell: every weight of a checkpoint that numbers its
+channels and heads is the number of its row. Where a rank's pages hold them, the
 layer's own `bind_kv_cache` tells.
 """
 
@@ -180,7 +180,7 @@ def verdict_of(p, d):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weight_loaders_share_out_every_row_once(family, conv_layout):
-    """Numbers of bfloat16 weights are exact, so this is what the other tests rest on."""
+    """Numbers of bfloat16 weights are exact; the other tests rest on this."""
     (whole,), ranks = (made(family, tp, conv_layout) for tp in (1, 2))
     for name, (_, spec) in state_layers(whole).items():
         shapes = global_shapes(spec, conv_layout, 1)

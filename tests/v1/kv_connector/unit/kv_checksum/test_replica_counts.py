@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.worker.attention import COVERED_SPECS
+from vllm.distributed.kv_transfer.kv_checksum.worker.factory import _uniform_kv_heads
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     Sharding,
     SkipGroup,
     head_placement,
 )
-from vllm.distributed.kv_transfer.kv_checksum.worker.worker import _uniform_kv_heads
 from vllm.v1 import kv_cache_interface as interface
 
 from .rig import caches as u

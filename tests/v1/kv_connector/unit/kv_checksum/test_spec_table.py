@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""docs/design/kv_checksum.md has a row for every spec class, and it is true."""
+"""The design document has a row for every spec class and backend, and it is true."""
 
+import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import vllm
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.v1 import kv_cache_interface as interface
 
 from .rig import caches as u
@@ -90,3 +94,43 @@ def test_an_unknown_spec_class_is_skipped():
     caches = {u.names(0)[0]: u.random_cache(8, u.full_spec())}
     w = u.worker(u.config(8, (caches, PluginSpec(**ATTENTION))), caches)
     assert "PluginSpec" in w.skipped[0]
+
+
+# ---- backends
+
+
+def names_in(column, columns):
+    """Names in backticks of one column of the tables with so many columns."""
+    section = DOCS.read_text().partition("### Seen written")[2].partition("\n### ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines()]
+    cells = [row[column] for row in rows if len(row) == columns]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def backends():
+    """Every class in vLLM that derives from `AttentionBackend`, by its source."""
+    root, bases = Path(vllm.__file__).parent, {}
+    for path in root.rglob("*.py"):
+        text = path.read_text()
+        if "Backend" not in text or ".kv_checksum" in str(path):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                names = {ast.unparse(base).split(".")[-1] for base in node.bases}
+                bases.setdefault(node.name, set()).update(names)
+    found, more = {"AttentionBackend"}, True
+    while more:
+        more = {name for name, of in bases.items() if of & found} - found
+        found |= more
+    return found
+
+
+@pytest.mark.skipif(
+    vllm.__version__.startswith("0.32"), reason="the tables are of vLLM 0.33.0"
+)
+def test_every_backend_is_in_one_of_the_tables():
+    covered, skipped = names_in(2, 5), names_in(0, 2)
+    assert not covered & skipped
+    assert {path.rpartition(".")[2] for path in formats.BACKENDS} == covered
+    made = {"TritonFlashAttentionBackend", "TritonFlashInferBackend"}
+    assert covered | skipped == backends() | made

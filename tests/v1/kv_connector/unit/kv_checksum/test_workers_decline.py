@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_checksum import support
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.factory import (
     create_kv_checksum_scheduler,
 )
-from vllm.distributed.kv_transfer.kv_checksum.worker import worker as worker_module
+from vllm.distributed.kv_transfer.kv_checksum.worker import factory
 
 from .rig import caches as u
 from .rig import instances as rig
@@ -96,7 +96,7 @@ def test_ranks_take_over_what_others_skip(monkeypatch):
         found[:] = [own, {1: "of rank 1"}, {1: "of rank 2", 2: "too"}]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather)
-    of_all = worker_module._of_all_ranks
+    of_all = factory._of_all_ranks
     three = SimpleNamespace(world_size=3, cpu_group=None)
     assert of_all({0: "own"}, three) == {0: "own", 1: "of rank 1", 2: "too"}
     alone = SimpleNamespace(world_size=1)

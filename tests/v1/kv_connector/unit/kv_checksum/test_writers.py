@@ -9,7 +9,6 @@ depends on for that token, in a full and in a partial block.
 import ast
 import functools
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -144,45 +143,3 @@ def latents_are_written_by_the_base(path):
         node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
     ]
     return "do_kv_cache_update" not in methods
-
-
-# ---- the design document's tables
-
-DOCS = Path(__file__).parents[5] / "docs" / "design" / "kv_checksum.md"
-
-
-def names_in(column, columns):
-    """Names in backticks of one column of the tables with so many columns."""
-    section = DOCS.read_text().partition("### Seen written")[2].partition("\n### ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines()]
-    cells = [row[column] for row in rows if len(row) == columns]
-    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-
-
-def backends():
-    """Every class in vLLM that derives from `AttentionBackend`, by its source."""
-    root, bases = Path(vllm.__file__).parent, {}
-    for path in root.rglob("*.py"):
-        text = path.read_text()
-        if "Backend" not in text or ".kv_checksum" in str(path):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef):
-                names = {ast.unparse(base).split(".")[-1] for base in node.bases}
-                bases.setdefault(node.name, set()).update(names)
-    found, more = {"AttentionBackend"}, True
-    while more:
-        more = {name for name, of in bases.items() if of & found} - found
-        found |= more
-    return found
-
-
-@pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="the tables are of vLLM 0.33.0"
-)
-def test_every_backend_is_in_one_of_the_tables():
-    covered, skipped = names_in(2, 5), names_in(0, 2)
-    assert not covered & skipped
-    assert {path.rpartition(".")[2] for path in formats.BACKENDS} == covered
-    made = {"TritonFlashAttentionBackend", "TritonFlashInferBackend"}
-    assert covered | skipped == backends() | made

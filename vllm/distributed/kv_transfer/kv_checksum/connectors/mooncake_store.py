@@ -18,9 +18,12 @@ import msgspec
 
 from vllm.distributed.kv_transfer.kv_checksum.naming import blocks_named, request_name
 from vllm.distributed.kv_transfer.kv_checksum.payload import decode_map
-from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun, hashes_of_blocks
-from vllm.distributed.kv_transfer.kv_checksum.support import (
+from vllm.distributed.kv_transfer.kv_checksum.stored import (
+    BlockRun,
+    hashes_of_blocks,
     why_not_summed,
+)
+from vllm.distributed.kv_transfer.kv_checksum.support import (
     why_off,
     why_whole_blocks_differ,
 )

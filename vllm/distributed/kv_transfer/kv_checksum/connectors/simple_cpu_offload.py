@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun, why_not_summed
 from vllm.distributed.kv_transfer.kv_checksum.support import (
-    why_not_summed,
     why_off,
     why_whole_blocks_differ,
 )

@@ -1,0 +1,206 @@
+"""The series as patches: git takes them, each stands by itself, together they are `apply`."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rig.stock import link_stock_vllm
+
+from vllm_kv_checksum import cli
+from vllm_kv_checksum.apply import FEATURE, find_package, make_plan
+from vllm_kv_checksum.cli import feature_dir
+from vllm_kv_checksum.patches import changes_of_patches
+from vllm_kv_checksum.series import PATCHES, load_series
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "vllm." + FEATURE.replace("/", ".")
+UNIT = "tests/v1/kv_connector/unit/kv_checksum"
+HERE_ALONE = {
+    **dict.fromkeys(("campaign", "spacing"), "they run programs of benchmarks/"),
+    **dict.fromkeys(("cuda",), "it runs where vLLM is not installed, too"),
+    **dict.fromkeys(("real_caches", "real_states"), "models that the rig writes"),
+    **dict.fromkeys(
+        (
+            "fault_drill",
+            "mooncake_store_failures",
+            "nixl_push_damaged",
+            "real_workers",
+            "replicas",
+            "vllm_refuses",
+        ),
+        "they need the rig's libraries and servers on CPUs",
+    ),
+}
+"""Tests that no patch brings, and why."""
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(find_package(None), load_series(), feature_dir(), force=True)
+
+
+@pytest.fixture(scope="module")
+def changes():
+    return list(changes_of_patches(find_package(None), feature_dir(), ROOT))
+
+
+def git(folder, *arguments, **kwargs):
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@localhost"]
+    result = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments],
+        capture_output=True,
+        text=True,
+        **kwargs,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+@pytest.fixture
+def repository(plan, tmp_path):
+    """A repository that holds vLLM's own files, as far as the series touches them."""
+    for name, data in plan.originals.items():
+        path = tmp_path / "vllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "base")
+    return tmp_path
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_git_am_of_all_gives_what_apply_gives(plan, repository, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("patches")
+    author = "Ada Löve <ada@localhost>"
+    command = ["format-patch", "-o", str(folder), "--from", author]
+    assert cli.main(command) == 0
+    patches = sorted(folder.glob("*.patch"))
+    assert [p.stem.partition("-")[2] for p in patches] == [p.name for p in PATCHES]
+    git(repository, "am", *map(str, patches))
+    feature = {f"{FEATURE}/{name}": data for name, data in plan.feature.items()}
+    assert files_below(repository / "vllm") == {**plan.edited, **feature}
+    log = git(repository, "log", "--format=%an <%ae>|%s", "--reverse").splitlines()[1:]
+    assert [line.partition("|")[0] for line in log] == [author] * len(PATCHES)
+    titles = [line.partition("|")[2] for line in log]
+    assert titles == [p.message.partition("\n")[0] for p in PATCHES]
+    assert all(len(title) <= 72 for title in titles)
+    brought = git(repository, "ls-files", "tests", "docs").split()
+    assert f"{UNIT}/test_worker.py" in brought
+    assert "docs/features/kv_checksum.md" in brought
+    for name in brought:
+        assert (repository / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_every_module_and_test_comes_once(changes, plan):
+    new = [c.path for _, files in changes for c in files if c.old is None]
+    assert len(new) == len(set(new))
+    modules = {f"vllm/{FEATURE}/{name}" for name in plan.feature}
+    assert modules <= set(new)
+    tests = {path.stem[5:] for path in (ROOT / UNIT).glob("test_*.py")}
+    brought = {Path(p).stem[5:] for p in new if Path(p).match(f"{UNIT}/test_*.py")}
+    assert tests - brought == HERE_ALONE.keys()
+
+
+def imported_names(path: str, source: bytes):
+    """Yield (module, name) of what a file imports from the feature."""
+    for node in ast.walk(ast.parse(source, path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_each_patch_compiles_and_imports_what_is_there(changes):
+    """By their syntax: every name of the feature that a file imports is defined."""
+    tree: dict[str, bytes] = {}
+    for patch, files in changes:
+        tree |= {c.path: c.new for c in files}
+        modules = {
+            p.removesuffix(".py").removesuffix("/__init__").replace("/", "."): p
+            for p in tree
+            if p.startswith(f"vllm/{FEATURE}/")
+        }
+        for path, source in tree.items():
+            if not path.startswith("vllm/"):
+                continue
+            compile(source, path, "exec")
+            for module, name in imported_names(path, source):
+                assert module in modules, (patch.name, path, module)
+                if f"{module}.{name}" in modules:
+                    continue
+                names = top_level_names(tree[modules[module]])
+                lazy = re.search(rf'"{name}": "([\w.]+)"', names.pop("", ""))
+                if lazy:
+                    assert f"{module}.{lazy[1]}" in modules, (patch.name, path, name)
+                else:
+                    assert name in names, (patch.name, path, module, name)
+
+
+def top_level_names(source: bytes) -> dict[str, str]:
+    """The names that a module defines or imports; under "" its text, if it is lazy."""
+    text = source.decode()
+    found = {"": text} if "def __getattr__" in text else {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = ""
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {ast.unparse(target): "" for target in targets}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name: "" for alias in node.names}
+    return found
+
+
+def test_a_folder_with_patches_and_a_bad_author_are_refused(tmp_path, capsys):
+    assert cli.main(["format-patch", "-o", str(tmp_path), "--from", "nobody"]) == 2
+    assert "--from 'nobody' is not of the form" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "0001-old.patch").write_text("")
+    assert cli.main(["format-patch", "-o", str(tmp_path)]) == 2
+    assert "holds patches already" in capsys.readouterr().err
+
+
+def site_with(changes, number: int, folder: Path) -> Path:
+    """A folder of packages with a vLLM that has the first patches."""
+    link_stock_vllm(folder)
+    for _, files in changes[:number]:
+        for change in files:
+            if change.path.startswith("vllm/"):
+                path = folder / change.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                path.write_bytes(change.new)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, len(PATCHES) + 1))
+def test_each_patch_passes_its_own_tests(changes, number, tmp_path):
+    patch, files = changes[number - 1]
+    site = site_with(changes, number, tmp_path / "site")
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    modules = [
+        c.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for c in files
+        if c.path.startswith("vllm/")
+    ]
+    code = "import importlib\nfor m in {}: importlib.import_module(m)"
+    run = [sys.executable, "-c", code.format(modules)]
+    done = subprocess.run(run, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tests = [c.path for c in files if Path(c.path).match(f"{UNIT}/test_*.py")]
+    if tests:
+        markers = "not e2e and not slow and not campaign and not upstream"
+        run = [sys.executable, "-m", "pytest", "-q", "-x", "-m", markers, *tests]
+        done = subprocess.run(run, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:]
