@@ -145,14 +145,15 @@ def latents_are_written_by_the_base(path):
     return "do_kv_cache_update" not in methods
 
 
-# ---- the design document's tables
+# ---- the evidence document's tables
 
-DOCS = Path(__file__).parents[4] / "docs" / "design" / "kv_checksum.md"
+DOCS = Path(__file__).parents[4] / "docs" / "design" / "kv_checksum_evidence.md"
 
 
 def names_in(column, columns):
     """Names in backticks of one column of the tables with so many columns."""
-    section = DOCS.read_text().partition("### Seen written")[2].partition("\n### ")[0]
+    section = DOCS.read_text().partition("## Layouts seen written")[2]
+    section = section.partition("\n#")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines()]
     cells = [row[column] for row in rows if len(row) == columns]
     return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
