@@ -254,9 +254,9 @@ def test_the_host_s_times_that_are_drawn_are_the_table_s():
     drawn = (ROOT / "docs/design/kv_checksum_host.svg").read_text()
     results = [host_result(size) for size in (16, 64, 128)]
     for column, result in enumerate(results, start=3):
-        assert [r["us"] for r in result["results"]] == [
-            int(row[column].split()[0]) for row in table
-        ]
+        # In the table's order; it may have rows that are not drawn.
+        cells = iter(int(row[column].split()[0]) for row in table)
+        assert all(found["us"] in cells for found in result["results"])
     sums = {
         name: sum(took.values()) for name, took in plots.host_steps(results).items()
     }
