@@ -328,7 +328,8 @@ def main() -> None:
     else:
         print("\nnot run, vLLM is not installed: blocks, and steps that decode")
     if args.json:
-        print(json.dumps({"results": results, "decode": decode}))
+        found = {"block_size": size, "results": results, "decode": decode}
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draws what `fault_spacing.py --json` wrote: the share missed, by kind of place.
+"""Draw what the benchmarks write with `--json`: one or more results, one SVG.
 
-KV of few values alone, on a logarithmic scale; what missed nothing stands at the left
-edge with the number of sets. The same results give the same file. Needs matplotlib and
-nothing else of this project, so that any environment will do.
+The kind of plot follows from the results:
+
+- `fault_spacing.py`: the share of damage that each check misses, by kind of place. Only
+  KV of few values counts. A check that missed nothing stands at the left edge, with the
+  number of sets.
+- `kernels/benchmark_kv_checksum.py`: the rate of each way to read a layer's blocks.
+- `benchmark_kv_checksum_host.py`, one result per block size: the host's time for one
+  request of 128k tokens, on P and on D.
+
+The last two print their JSON as the last line of their output. The same results give
+the same file. Needs matplotlib and nothing else of this project, so that any
+environment will do.
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +40,27 @@ LOOK = {  # of the checks, in the order of the legend
     "Adler-32": ("#7f7f7f", "^"),
     "CRC-32": ("#009e73", "D"),
 }
+READERS = {  # by the benchmark's name: label, color, marker
+    "triton": ("this checksum (Triton)", "#0072b2", "s"),
+    "numba": ("this checksum (numba)", "#0072b2", "s"),
+    "read": ("plain read", "#000000", "|"),
+    "copy": ("copy", "#cc79a7", "x"),
+    "xxh3-64 (xxhash)": ("xxh3", "#e69f00", "v"),
+    "CRC-32 (zlib)": ("CRC-32", "#009e73", "D"),
+    "Adler-32 (zlib)": ("Adler-32", "#7f7f7f", "^"),
+    "torch": ("this checksum (PyTorch)", "#56b4e9", "o"),
+}
+STEPS = {  # of a request's life, by the benchmark's name: color
+    "blocks that are sent": "#0072b2",
+    "blocks that are loaded": "#56b4e9",
+    "pickle what workers are asked": "#000000",
+    "rows": "#009e73",
+    "add the records of 8 workers": "#f0e442",
+    "digest of the prompt": "#bbbbbb",
+    "encode the payload": "#d55e00",
+    "decode the payload": "#e69f00",
+    "compare": "#cc79a7",
+}
 
 
 def shares(result: dict[str, Any]) -> dict[str, tuple[int, dict[str, int]]]:
@@ -44,11 +75,44 @@ def shares(result: dict[str, Any]) -> dict[str, tuple[int, dict[str, int]]]:
     return rows
 
 
-def draw(result: dict[str, Any], file: Path) -> None:
-    """Write the plot as SVG.
+def rates(result: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the GB/s of every reader, by layer and number of bytes."""
+    return {
+        f"{row['shape']}, {named_bytes(row['bytes'])}": row["GB/s"]
+        for row in result["results"]
+    }
+
+
+def named_bytes(number: int) -> str:
+    """Name a number of bytes in the largest unit of which it holds at least one."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        # Whole blocks may stay a little below a power of two.
+        if number > 0.9 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} bytes"
+
+
+def host_steps(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the microseconds of every step of one request, by block size and side."""
+    rows: dict[str, dict[str, float]] = {}
+    for result in sorted(results, key=lambda result: result["block_size"]):
+        for side in "PD":
+            rows[f"{side}, blocks of {result['block_size']}"] = {
+                row["what"]: row["us"]
+                for row in result["results"]
+                if row["requests"] == 1
+                and row["what"] in STEPS
+                and side in row["where"].replace(",", "").split()
+            }
+    return rows
+
+
+def draw(result: dict[str, Any] | Sequence[dict[str, Any]], file: Path) -> None:
+    """Write the plot of one result, or of several of the same program, as SVG.
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: the results are of no program that this knows.
 
     """
     import matplotlib
@@ -56,46 +120,119 @@ def draw(result: dict[str, Any], file: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    rows = shares(result)
-    # The left edge is below one missed set of the smallest row.
-    edge = 10.0 ** math.floor(math.log10(1 / max(n for n, _ in rows.values())))
+    results = [result] if isinstance(result, dict) else list(result)
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
-        for k, name in enumerate(LOOK):
-            color, marker = LOOK[name]
-            look = {"color": color, "marker": marker, "linestyle": "none"}
-            axes.plot([], [], label=name, **look)
-            for row, (sets, missed) in enumerate(rows.values()):
-                y = row + (k - 1.5) * 0.19
-                if missed[name]:
-                    axes.plot([missed[name] / sets], [y], markersize=5, **look)
-                else:
-                    text = f" 0 of {sets:,}"
-                    axes.text(edge, y, text, color=color, va="center", fontsize=7)
-        for row in range(1, len(rows)):
-            axes.axhline(row - 0.5, color="#dddddd", linewidth=0.6)
-        axes.set(xscale="log", xlim=(edge, 1), ylim=(len(rows) - 0.5, -0.5))
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.set_xlabel("share of damaged sets missed, KV of few values")
-        figure.legend(loc="outside upper center", ncols=len(LOOK), frameon=False)
+        if len(results) == 1 and "cells" in results[0]:
+            figure = _draw_shares(pyplot, shares(results[0]))
+        elif len(results) == 1 and "machine" in results[0]:
+            figure = _draw_rates(pyplot, rates(results[0]))
+        elif results and all("block_size" in one for one in results):
+            figure = _draw_host_steps(pyplot, host_steps(results))
+        else:
+            raise ValueError("no results of one program that this can draw")
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         pyplot.close(figure)
 
 
+def _draw_shares(pyplot: Any, rows: dict[str, tuple[int, dict[str, int]]]) -> Any:
+    # The left edge is below one missed set of the smallest row.
+    edge = 10.0 ** math.floor(math.log10(1 / max(n for n, _ in rows.values())))
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
+    for k, name in enumerate(LOOK):
+        color, marker = LOOK[name]
+        look = {"color": color, "marker": marker, "linestyle": "none"}
+        axes.plot([], [], label=name, **look)
+        for row, (sets, missed) in enumerate(rows.values()):
+            y = row + (k - 1.5) * 0.19
+            if missed[name]:
+                axes.plot([missed[name] / sets], [y], markersize=5, **look)
+            else:
+                text = f" 0 of {sets:,}"
+                axes.text(edge, y, text, color=color, va="center", fontsize=7)
+    axes.set(xscale="log", xlim=(edge, 1))
+    _label_rows(axes, list(rows))
+    axes.set_xlabel("share of damaged sets missed, KV of few values")
+    figure.legend(loc="outside upper center", ncols=len(LOOK), frameon=False)
+    return figure
+
+
+def _draw_rates(pyplot: Any, rows: dict[str, dict[str, float]]) -> Any:
+    height = 1.2 + 0.4 * len(rows)
+    figure, axes = pyplot.subplots(figsize=(7.2, height), layout="constrained")
+    for name, (label, color, marker) in READERS.items():
+        at = [(gbps[name], y) for y, gbps in enumerate(rows.values()) if name in gbps]
+        if at:
+            size = 14 if marker == "|" else 5
+            axes.plot(
+                *zip(*at, strict=True),
+                label=label,
+                color=color,
+                marker=marker,
+                markersize=size,
+                linestyle="none",
+            )
+    for y, gbps in enumerate(rows.values()):
+        fast = gbps.get("triton", gbps.get("numba", 0.0))
+        axes.annotate(
+            f"{fast:g} of {gbps['read']:g}",
+            (1.01, y),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            fontsize=7,
+        )
+    axes.set(xscale="log")
+    _label_rows(axes, list(rows))
+    axes.set_xlabel("GB/s; at the right, this checksum's and a plain read's")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def _draw_host_steps(pyplot: Any, rows: dict[str, dict[str, float]]) -> Any:
+    height = 1.6 + 0.4 * len(rows)
+    figure, axes = pyplot.subplots(figsize=(7.2, height), layout="constrained")
+    for y, took in enumerate(rows.values()):
+        left = 0.0
+        for name, color in STEPS.items():
+            axes.barh(y, took.get(name, 0), 0.7, left=left, color=color)
+            left += took.get(name, 0)
+        axes.text(left, y, f" {left:.0f}", va="center", fontsize=7)
+    for name, color in STEPS.items():
+        axes.barh(0, 0, color=color, label=name)
+    axes.set_xlim(0, 1.1 * max(sum(took.values()) for took in rows.values()))
+    _label_rows(axes, list(rows))
+    axes.set_xlabel("microseconds of the host, one request of 128k tokens")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def _label_rows(axes: Any, names: list[str]) -> None:
+    """Name the rows from above, with a line between any two of them."""
+    for row in range(1, len(names)):
+        axes.axhline(row - 0.5, color="#dddddd", linewidth=0.6)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
 def main() -> int:
-    """Draw the file that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path, help="what fault_spacing.py --json wrote")
+    """Draw the files that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="what a benchmark wrote with --json"
+    )
     parser.add_argument("plot", type=Path, help="the SVG to write")
     args = parser.parse_args()
     try:
-        draw(json.loads(args.result.read_text()), args.plot)
+        draw([json.loads(file.read_text()) for file in args.results], args.plot)
     except ImportError:
         print(NEEDS, file=sys.stderr)
         return 1
+    except ValueError as error:
+        parser.error(str(error))
     return 0
 
 

@@ -6,7 +6,7 @@ Dense keys and values of one dtype are rows: per head, one token's bytes after
 another's. Whatever else lies in a block is read only if its layout is known to a
 table here or in `formats`, by spec class, quantization mode and attention backend;
 each was seen written by vLLM's own writer, token by token
-(`test_writers.py`, docs/design/kv_checksum.md).
+(`test_writers.py`, docs/design/kv_checksum_evidence.md).
 """
 
 from collections.abc import Sequence
