@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fuzz.targets import CORPUS, CRASHES, TARGETS
+from fuzz.targets import TARGETS, read_corpus
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -45,12 +45,11 @@ def prepare(name: str) -> tuple[Path, list[str]]:
     """A fresh folder for one target, and the folders with inputs for it."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
-    for part in ("corpus", "crashes", "long"):
+    for part in ("corpus", "crashes", "kept"):
         (folder / part).mkdir(parents=True)
-    for seed, data in TARGETS[name]().long_seeds().items():
-        (folder / "long" / seed).write_bytes(data)
-    kept = [CORPUS / name, CRASHES / name, folder / "long"]
-    return folder, [str(folder / "corpus"), *(str(p) for p in kept if p.exists())]
+    for seed, data in (read_corpus()[name] | TARGETS[name]().long_seeds()).items():
+        (folder / "kept" / seed).write_bytes(data)
+    return folder, [str(folder / part) for part in ("corpus", "kept")]
 
 
 def fuzz(name: str, seconds: float, seed: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kv_checksum.rig import reference
 from fuzz.base import check, quiet
 from fuzz.loads import LONG, PROMPT, Load, prompt_digest
 from fuzz.payloads import FEWER, RIGHT, Longest, Payloads
-from fuzz.targets import CORPUS, CRASHES, TARGETS
+from fuzz.targets import CORPUS, TARGETS, read_corpus, write_corpus
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 
 
@@ -28,16 +28,9 @@ def target(request):
     return TARGETS[request.param]()
 
 
-def kept(target) -> dict[str, bytes]:
-    folders = CORPUS / target.name, CRASHES / target.name
-    files = [path for folder in folders for path in sorted(folder.glob("*"))]
-    found = {f"{path.parent.parent.name}/{path.name}": path for path in files}
-    return {name: path.read_bytes() for name, path in found.items()}
-
-
 def test_every_kept_input(target):
-    inputs = kept(target) | target.long_seeds()
-    assert inputs
+    inputs = read_corpus()[target.name] | target.long_seeds()
+    assert len(inputs) > 5
     for name, data in inputs.items():
         with quiet() as lines:
             try:
@@ -91,11 +84,16 @@ def test_right_payloads_are_verified(by_params):
 
 
 def test_the_corpus_holds_what_the_encoders_say_now(target):
-    on_disk = kept(target)
+    kept = read_corpus()[target.name]
     for name, data in target.seeds().items():
-        assert on_disk.get(f"corpus/{name}") == data, f"{name}: run make_corpus.py"
+        assert kept.get(name) == data, f"{name}: run make_corpus.py"
 
 
 def test_the_corpus_is_small():
-    files = [path for path in CORPUS.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 200_000
+    assert CORPUS.stat().st_size < 250_000
+
+
+def test_the_corpus_written_again_is_the_same():
+    before = CORPUS.read_bytes()
+    write_corpus(read_corpus())
+    assert CORPUS.read_bytes() == before
