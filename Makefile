@@ -52,7 +52,7 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
-	$(BIN)/mypy benchmarks/fault_campaign.py benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/campaign benchmarks/spacing
+	$(BIN)/mypy tests/campaign/run.py benchmarks/fault_spacing.py benchmarks/plots.py tests/campaign benchmarks/spacing
 
 mutants: env
 	$(BIN)/python tests/rig/mutants.py $(IDS)
@@ -65,7 +65,7 @@ bench: env
 	$(BIN)/python benchmarks/benchmark_kv_checksum_host.py
 
 campaign: env
-	$(BIN)/python benchmarks/fault_campaign.py --n $(N)
+	$(BIN)/python tests/campaign/run.py --n $(N)
 
 demo: env
 	$(BIN)/python tests/e2e/demo.py --connector $(CONNECTOR)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm." + FEATURE.replace("/", ".")
 UNIT = "tests/v1/kv_connector/unit/kv_checksum"
 HERE_ALONE = {
-    **dict.fromkeys(("campaign", "spacing"), "they run programs of benchmarks/"),
+    **dict.fromkeys(("spacing",), "they run programs of benchmarks/"),
     **dict.fromkeys(("cuda",), "it runs where vLLM is not installed, too"),
     **dict.fromkeys(("real_caches", "real_states"), "models that the rig writes"),
     **dict.fromkeys(

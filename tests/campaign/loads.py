@@ -408,7 +408,7 @@ class Pair:
 
 
 def _begin_alike(payload: KVChecksumPayload, prompt: list[int]) -> bool:
-    """Whether a payload's prompt begins the other, or the other ends in its last unit."""
+    """Tell if a payload's prompt begins the other, or that ends in its last unit."""
     number = payload.num_tokens
     if number <= len(prompt):
         return payload.prompt.whole == reference.prompt_digest(prompt[:number])

@@ -5,12 +5,12 @@
 import json
 import sys
 
-import fault_campaign
 import numpy as np
 import pytest
-from campaign import blocks, loads
-from campaign.tally import CHECK, CLEAN, Tally
 
+from campaign import blocks, loads
+from campaign import run as program
+from campaign.tally import CHECK, CLEAN, Tally
 from vllm.distributed.kv_transfer.kv_checksum.scheduler import scheduler
 from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
 
@@ -23,14 +23,14 @@ CHECKS = {
 @pytest.fixture(autouse=True)
 def no_log_lines(monkeypatch):
     """For these tests alone: others read the log."""
-    monkeypatch.setattr(fault_campaign.logging.getLogger("vllm"), "disabled", True)
-    monkeypatch.setattr(fault_campaign, "quiet", lambda: None)
+    monkeypatch.setattr(program.logging.getLogger("vllm"), "disabled", True)
+    monkeypatch.setattr(program, "quiet", lambda: None)
 
 
 def run(depth, damaged, clean, seed=1):
     tally = Tally()
-    goal = fault_campaign.Goal(damaged, clean)
-    fault_campaign.run(depth, seed, goal, tally, print)
+    goal = program.Goal(damaged, clean)
+    program.run(depth, seed, goal, tally, print)
     assert tally.total(depth, "damaged") >= damaged
     assert tally.rows[depth, CLEAN].intact.total() >= clean
     return tally
@@ -121,7 +121,7 @@ def test_a_block_that_is_not_summed_does_not_pass(monkeypatch, depth):
     monkeypatch.setattr(scheduler, "loaded_blocks", fewer)
     tally = Tally()
     for number in range(3):
-        tally.add(fault_campaign.run_batch(depth, 1, number))
+        tally.add(program.run_batch(depth, 1, number))
     sets = {"blocks": blocks.SETS, "loads": loads.SETS}[depth]
     assert tally.rows[depth, sets].false_alarms > 0
 
@@ -148,23 +148,23 @@ def test_a_verdict_that_is_missing_does_not_pass(monkeypatch):
     ],
 )
 def test_bad_options_are_named(monkeypatch, capsys, options, said):
-    monkeypatch.setattr(sys, "argv", ["fault_campaign.py", *options])
+    monkeypatch.setattr(sys, "argv", ["program.py", *options])
     with pytest.raises(SystemExit):
-        fault_campaign.arguments()
+        program.arguments()
     assert said in capsys.readouterr().err
 
 
 def test_what_ran_before_it_was_stopped_is_printed(monkeypatch, capsys, tmp_path):
     def stopped(depth, seed, goal, tally, *rest):
-        tally.add(fault_campaign.run_batch(depth, seed, 0))
+        tally.add(program.run_batch(depth, seed, 0))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fault_campaign, "run", stopped)
-    monkeypatch.setattr(fault_campaign.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(program, "run", stopped)
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     file = tmp_path / "campaign.json"
     options = ["--jobs", "1", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["fault_campaign.py", *options])
-    assert fault_campaign.main() == 130
+    monkeypatch.setattr(sys, "argv", ["program.py", *options])
+    assert program.main() == 130
     out, err = capsys.readouterr()
     assert "| one bit | mismatch |" in out
     assert json.loads(file.read_text())["stopped"]

@@ -88,7 +88,7 @@ class Chunked(rig.Instance):
 
 
 class WithDraft(hybrid.Hybrid):
-    """A drafter with KV of its own spec; its group is one block behind at local hits."""
+    """A drafter with KV of its own spec, whose group lags a block behind local hits."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

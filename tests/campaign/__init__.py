@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Parts of the fault campaign; `fault_campaign.py` runs it."""
+"""Parts of the fault campaign; `run.py` runs it."""
