@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm.distributed.kv_transfer.kv_checksum.connectors import multi_connector
 from vllm.distributed.kv_transfer.kv_checksum.scheduler import factory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -236,3 +237,15 @@ def test_fail_closed_refuses_a_connector_whose_loads_nobody_checks(model, order)
         )
     assert "FakeStore neither carries nor stores KV checksums" in str(error.value)
     assert "or take FakeStore out" in str(error.value)
+
+
+def test_a_send_goes_with_the_first_connector_that_has_a_carrier():
+    """The one that a request's KV goes with, where several could move it."""
+
+    def child(carrier):
+        return SimpleNamespace(kv_checksum_carrier=lambda request, receiving: carrier)
+
+    none, one, two = child(None), child("first"), child("second")
+    assert multi_connector.send_route([none, one, two], None) == (one, "first")
+    assert multi_connector.send_route([two, none, one], None) == (two, "second")
+    assert multi_connector.send_route([none], None) == (None, None)

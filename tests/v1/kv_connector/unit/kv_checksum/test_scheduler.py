@@ -88,6 +88,19 @@ def test_a_flipped_bit_is_seen(model, transport, mode, d_split, log):
     assert not any(d.tables().values())
 
 
+def test_the_reason_of_a_failed_request_is_not_the_next_one_s(model, transport):
+    """A client may use its id again."""
+    p, d = pair(model, None, MODES["fail"], transport=transport)
+    d.damage = flip_bit
+    assert error_of(load(p, d, 100)[1]).startswith("KV checksum mismatch")
+    d.damage = lambda d, req_id, ids: None
+    d.scheduler.reset_prefix_cache()
+    params = rig.prefill(p, "p-again", tokens(100))
+    out = d.run(d.add("r", tokens(100), params, max_tokens=2), p)
+    assert out.finish_reason == FinishReason.LENGTH and out.error is None
+    assert not d.scheduler.kv_checksum._errors
+
+
 def test_recompute_leaves_right_kv(model, transport):
     p, d = pair(model, None, MODES["recompute"], transport=transport)
     d.damage = flip_bit
@@ -226,3 +239,43 @@ def test_skipped_groups(model, transport, sides):
     else:
         assert d.loads("unverified") == 2
         assert d.stats["unverified:one_side_only"] == 2
+
+
+@pytest.mark.parametrize("sides", ["both", "p", "d"])
+def test_a_group_that_one_worker_skips_is_skipped_by_the_instance(
+    model, transport, sides
+):
+    """One TP rank of one PP stage; the others sum it, and their sums are not used."""
+    p, d = pair(model, tp=2, pp=2, window=40, transport=transport)
+    for instance, name in ((p, "p"), (d, "d")):
+        if sides in ("both", name):
+            worker = instance.workers[-1]
+            worker.skipped[1] = "compressed: for the test"
+            del worker.groups[1]
+    load(p, d, 100)
+    if sides == "both":
+        assert d.loads("verified") == 1 and d.stats["blocks_compared"] == 7
+    else:
+        assert d.loads("unverified") == d.stats["unverified:one_side_only"] == 1
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_group_that_no_connector_transfers_is_left_alone(model, transport, kept):
+    """Nothing of it is summed, sent or told, on workers that could sum it."""
+    p, d = pair(model, window=40, kept=(kept,), transport=transport)
+    load(p, d, 100)
+    assert d.loads("verified") == 1
+    assert d.stats["blocks_compared"] == (4 if kept == 0 else 7)
+    told = {**p.stats, **d.stats}
+    assert not [k for k in told if k.startswith(("left_out", "unsent", "skipped"))]
+    for worker in p.workers + d.workers:
+        assert [*worker.groups] == [1 - kept] and not worker.skipped
+
+
+def test_the_gauge_counts_the_groups_that_any_pp_stage_skips(model):
+    p, d = pair(model, pp=2, window=40)
+    for group_id, worker in enumerate(d.workers):
+        worker.skipped[group_id] = "compressed: for the test"
+        del worker.groups[group_id]
+    load(p, d, 100)
+    assert d.stats["skipped_groups:compressed"] == 2

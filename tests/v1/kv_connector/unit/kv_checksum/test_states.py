@@ -10,7 +10,11 @@ import torch
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
 from vllm.model_executor.layers.mamba import mamba_utils
-from vllm.v1.kv_cache_interface import MambaSpec, MambaStateSplit
+from vllm.v1.kv_cache_interface import (
+    MambaSpec,
+    MambaStateSplit,
+    UniformTypeKVCacheSpecs,
+)
 
 from .rig import caches as u
 from .rig import reference
@@ -80,6 +84,19 @@ def test_any_tp_size_and_conv_layout_gives_the_unsharded_value(name, tp, conv_la
     assert workers[0].groups[0].fingerprint == one.groups[0].fingerprint
     assert not workers[0].groups[0].equal_tp
     assert workers[0].groups[0].block_size == 1
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_states_of_another_dtype_have_another_fingerprint(split, conv_layout):
+    """Elements of one width: what differs is what their bits mean."""
+    changes = {} if split else dict(state_splits=None)
+    seen = set()
+    for first in (torch.bfloat16, torch.float16, torch.int16):
+        dtypes = (first, DTYPES[1])
+        changed = dict(changes, dtypes=dtypes)
+        (worker,) = workers_of(FAMILIES["mamba1"], conv_layout, 1, **changed)
+        seen.add(worker.groups[0].fingerprint)
+    assert len(seen) == 3
 
 
 def test_conv_layouts_have_one_fingerprint(monkeypatch):
@@ -243,6 +260,28 @@ def test_states_that_cannot_be_read_are_skipped(case, monkeypatch):
     caches = {"model.layers.2.mixer": cache_of(bytes(size))}
     w = u.worker(u.config(NUM_BLOCKS, (caches, spec)), caches, tp_size=tp)
     assert set(w.skipped) == {0} and not w.groups
+
+
+def test_rows_of_all_caches_of_a_module_share_its_numbers():
+    """A layer's numbers end where the next one's begin, be they of one cache or two."""
+    rows = 2**15
+
+    def worker_of(second):
+        caches, specs = {}, {}
+        for name, number in (("a", rows), ("b", second)):
+            name = f"model.layers.2.{name}"
+            specs[name] = MambaSpec(
+                block_size=64,
+                shapes=((number, 1),),
+                dtypes=(torch.bfloat16,),
+                state_splits=(MambaStateSplit(0, ((number, 1),)),),
+            )
+            caches[name] = cache_of(bytes(2 * number))
+        group = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+        return u.worker(u.config(NUM_BLOCKS, (caches, group)), caches)
+
+    assert not worker_of(2**16 - rows).skipped
+    assert worker_of(2**16 - rows + 1).skipped[0].startswith("too_many_heads")
 
 
 def test_unaligned_pages_are_skipped(monkeypatch):

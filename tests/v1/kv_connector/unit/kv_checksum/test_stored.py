@@ -35,6 +35,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -124,6 +125,27 @@ def test_an_entry_is_of_every_layer_whatever_its_replicas():
     found = entries[[4, 7]].numpy().view(np.uint64) ^ tags
     parts = [u.expected_sums({n: kv[names[n]]}, [4, 7], 1, 48) for n in (0, 1)]
     assert found.tolist() == [sum(pair) % 2**64 for pair in zip(*parts, strict=True)]
+
+
+def test_two_stores_and_a_group_of_another_stage():
+    """Each store names its groups; blocks of a group without layers here are passed."""
+    kv = {g: u.random_cache(20, u.full_spec(), seed=g) for g in (0, 1)}
+    names = u.names(0, 1)
+    groups = [([name], u.full_spec()) for name in names]
+    cfg = u.config(20, *groups, ([], u.full_spec()))
+    worker = u.worker(cfg, dict(zip(names, kv.values(), strict=True)))
+    for group_ids in ([0], [1], [2]):
+        entries = worker.init_block_checksums(group_ids)
+    ids = {0: [3, 4], 1: [5, 6], 2: [7, 8]}
+    worker.save_block_checksums([BlockRun(g, 0, i, HASHES[:2]) for g, i in ids.items()])
+    assert entries[ids[2]].tolist() == [0, 0]
+    blocks = KVChecksumBlocks(32, {g: (0, i) for g, i in ids.items()}, stored=True)
+    worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))
+    (record,) = worker.post_forward({"r"}, set(), set()).finalize()
+    found = {g: values.tolist() for g, values in record.stored["r"].items()}
+    assert found == {
+        g: entries[ids[g]].numpy().view(np.uint64).tolist() for g in (0, 1)
+    }
 
 
 def test_saving_needs_entries_and_entries_need_a_summed_group():
@@ -349,6 +371,21 @@ def test_damage_in_one_rank_s_part_is_enough(model, head):
     assert b.store.dropped == [("r", {0: [3]})]
 
 
+def test_a_load_that_one_rank_does_not_report_is_unverified(model):
+    """All others' blocks are right."""
+    a, b = (store.StoringInstance(model, tp=2) for _ in range(2))
+    ask(a)
+    silent, other = b.workers
+
+    def report(*args, **kwargs):
+        type(silent).post_forward(silent, *args, **kwargs)
+
+    silent.post_forward = report
+    ask(b)
+    assert b.stats[UNVERIFIED] == b.stats["unverified:workers_missing"] == 1
+    assert b.stats.get("blocks_compared", 0) == 0
+
+
 def test_a_store_that_keeps_a_bad_block_is_not_asked_again(model):
     ask(store.StoringInstance(model))
     flip_stored(0)
@@ -443,6 +480,17 @@ def test_nobody_checks_loads_from_other_tiers(model, sources):
     assert not {VERIFIED, MISMATCH, UNVERIFIED} & set(b.stats)
 
 
+@pytest.mark.parametrize("others", [set(), {CacheHitSource.DISK}], ids=len)
+def test_a_load_is_checked_if_every_tier_that_it_comes_from_is(model, others):
+    ask(store.StoringInstance(model))
+    b = store.StoringInstance(model)
+    tiers = dict.fromkeys({*b.store.sources, *others}, 48)
+    b.store.get_external_cache_hit_sources = lambda request, number: tiers
+    ask(b)
+    assert b.stats.get("unverified:no_carrier", 0) == len(others)
+    assert b.stats.get(VERIFIED, 0) == 1 - len(others)
+
+
 # ---- Mooncake store
 
 
@@ -450,11 +498,11 @@ def cfg(*specs):
     return u.config(20, *((u.names(n), s) for n, s in enumerate(specs)))
 
 
-def settings(enabled=True, dcp=1, executor="mp", **extra):
+def settings(enabled=True, dcp=1, executor="mp", pcp=1, **extra):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=dcp,
-            prefill_context_parallel_size=1,
+            prefill_context_parallel_size=pcp,
             world_size=2,
             distributed_executor_backend=executor,
         ),
@@ -464,9 +512,19 @@ def settings(enabled=True, dcp=1, executor="mp", **extra):
     )
 
 
-WINDOW = SlidingWindowSpec(
-    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=32
+SHAPE = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
+SINK = SinkFullAttentionSpec(**SHAPE, sink_len=4)
+MIXED = UniformTypeKVCacheSpecs(
+    block_size=16, kv_cache_specs={"a": u.full_spec(), "b": WINDOW}
 )
+
+
+def hidden_in_part():
+    """HiSparse keeps some layers' KV in host memory."""
+    made = cfg(u.full_spec())
+    made.hisparse_host_num_blocks = 5
+    return made
 
 
 @pytest.mark.parametrize(
@@ -479,12 +537,36 @@ WINDOW = SlidingWindowSpec(
         (settings(store_tp_size=2), cfg(u.full_spec()), "between TP sizes"),
         (settings(custom_mem_pool="x"), cfg(u.full_spec()), "custom memory pool"),
         (settings(), cfg(u.full_spec(), WINDOW), "SlidingWindowSpec"),
+        (settings(), cfg(SINK), "SinkFullAttentionSpec"),
+        (settings(), cfg(MIXED), "SlidingWindowSpec"),
+        (settings(enable_store_tp_lcm=True), cfg(u.full_spec()), "between TP sizes"),
+        (settings(), hidden_in_part(), "host-resident in part"),
+        (settings(pcp=2), cfg(u.full_spec()), "context parallelism"),
     ],
-    ids=["stored", "off", "dcp", "launcher", "shared", "pool", "window"],
+    ids=[
+        *("stored", "off", "dcp", "launcher", "shared", "pool", "window"),
+        *("sink", "mixed", "lcm", "host", "pcp"),
+    ],
 )
 def test_when_mooncake_stores_checksums(config, groups, reason):
     found = mooncake_store.why_not_stored(config, groups)
     assert found is None if reason is None else reason in found
+
+
+def test_a_worker_that_lends_memory_alone_stores_nothing():
+    """It has no caches to sum, and no databases of keys."""
+    lending = SimpleNamespace(_capacity_only=True)
+    made = mooncake_store.create_mooncake_store_checksums(lending, None, None)
+    assert made is None
+
+
+def test_a_load_of_values_without_checksums_says_so():
+    loads = StoredLoads(None, cfg(u.full_spec()), 16)
+    request = SimpleNamespace(request_id="r", block_hashes=HASHES)
+    blocks = KVChecksumBlocks(32, {0: (0, [1, 2])}, stored=True)
+    record = KVChecksumRecord(0, 0, {"r": {}}, num_tokens={"r": 32})
+    verdict = loads.judge(request, blocks, [record])
+    assert verdict.reason is Unverified.NO_PAYLOAD
 
 
 class Keys:

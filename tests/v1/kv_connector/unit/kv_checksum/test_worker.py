@@ -207,14 +207,15 @@ def test_each_replica_is_a_check_of_its_own(spec_kind):
 
 def test_several_caches_of_one_module_number_their_heads_one_after_another():
     main, extra = u.full_spec(heads=2), u.full_spec(heads=1, max_tp_shards=1)
-    a, b = u.random_cache(8, main, seed=1), u.random_cache(8, extra, seed=2)
-    caches = {"model.layers.3.attn": a, "model.layers.3.indexer": b}
-    group = UniformTypeKVCacheSpecs(
-        block_size=16,
-        kv_cache_specs={"model.layers.3.attn": main, "model.layers.3.indexer": extra},
-    )
+    specs = {"attn": main, "indexer": extra, "proxy": main, "router": extra}
+    specs = {f"model.layers.3.{name}": spec for name, spec in specs.items()}
+    caches = {
+        name: u.random_cache(8, spec, seed=seed)
+        for seed, (name, spec) in enumerate(specs.items())
+    }
+    group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
     w = u.worker(u.config(8, (caches, group)), caches)
-    merged = {3: torch.cat([a, b], dim=1)}
+    merged = {3: torch.cat([*caches.values()], dim=1)}
     got = u.values_of(u.send_record(w, BLOCKS))
     assert got == u.expected_sums(merged, [5, 2, 7], 1, 57)
 
@@ -230,7 +231,32 @@ def test_kv_sharing_counts_once_under_the_lowest_name():
     assert a.fingerprints == b.fingerprints
 
 
+def test_another_cache_that_begins_at_the_same_address_counts():
+    """Only what is the same in shape and strides is one cache under two names."""
+    few, many = u.full_spec(heads=2), u.full_spec(heads=4)
+    memory = u.random_cache(8, many)
+    specs = dict(zip(u.names(0, 1, 2), (few, many, many), strict=True))
+    by_token = memory.as_strided((8, 4, 16, 16), (1024, 16, 64, 1))
+    views = memory[:, :2], memory, by_token
+    caches = dict(zip(specs, views, strict=True))
+    assert len({cache.data_ptr() for cache in views}) == 1
+    group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    w = u.worker(u.config(8, (caches, group)), caches)
+    got = u.values_of(u.send_record(w, BLOCKS))
+    assert got == u.expected_sums(dict(enumerate(views)), [5, 2, 7], 1, 57)
+
+
 # ---- what is skipped
+
+
+def test_a_host_resident_group_is_skipped():
+    """HiSparse: what its layers' caches show is not where its KV is."""
+    spec = u.full_spec()
+    caches = named(layer_caches(spec))
+    cfg = u.config(8, (caches, spec))
+    cfg.kv_cache_groups[0].host_resident = True
+    w = u.worker(cfg, caches)
+    assert not w.groups and Skipped.of(w.skipped[0]) is Skipped.HOST_RESIDENT
 
 
 def mamba_spec():
@@ -293,6 +319,16 @@ def skip_cases():
             dict(formats={name: LayerFormat(cells=frozenset({"FP8_PER_TENSOR"}))}),
         ),
         "no cache": (spec, {}, {}),
+        "keys and values of two sizes, apart": (
+            (two_sizes := u.full_spec(head_size=16, head_size_v=8)),
+            {name: u.random_cache(8, two_sizes)},
+            dict(formats={name: LayerFormat(order=TokenOrder.CPU_VECTORS)}),
+        ),
+        "a key and a value in one piece, apart": (
+            (narrow := u.full_spec(head_size=2)),
+            {name: u.random_cache(8, narrow)},
+            dict(formats={name: LayerFormat(order=TokenOrder.CPU_VECTORS)}),
+        ),
         "tiles cut by kernel blocks": (
             u.full_spec(block_size=128, head_size=32),
             {name: kernel_split(u.random_cache(8, u.full_spec(2, 128, 32)))},
@@ -329,6 +365,8 @@ def skip_cases():
             {},
         ),
         "too few blocks": (spec, {name: cache[:7]}, {}),
+        "more heads": (spec, {name: u.random_cache(8, spec, heads=3)}, {}),
+        "fewer heads": (spec, {name: single}, {}),
         "block size": (u.full_spec(block_size=32), {name: cache}, {}),
         "strides": (spec, {name: torch.zeros(8, 2, 16, 19)[..., 1:17].half()}, {}),
         "replication unknown": (one_head, {name: single}, dict(tp_size=2)),
@@ -478,6 +516,13 @@ def test_a_send_is_summed_once_in_its_step():
     w = two_group_worker()
     assert u.send_record(w, BLOCKS).seqs == {"r": 0}
     assert w.finalize_step(None) is None
+    w.bind(None)
+    assert w.post_forward(None, set(), set()) is None
+
+
+def test_a_send_of_a_step_that_never_ended_is_not_summed_in_the_next():
+    w = two_group_worker()
+    w.bind(KVChecksumScheduled(reqs_to_send={"r": BLOCKS}))
     w.bind(None)
     assert w.post_forward(None, set(), set()) is None
 

@@ -144,8 +144,8 @@ class Instance:
     """One vLLM instance: scheduler, and per (PP, TP) rank caches and a worker.
 
     The scheduler knows its first worker's layers and heads alone, as vLLM has it.
-    `window` adds a second KV cache group of sliding-window layers. `transport` moves
-    its KV and payloads.
+    `window` adds a second KV cache group of sliding-window layers. No connector moves
+    the groups in `kept`. `transport` moves KV and payloads.
     """
 
     def __init__(
@@ -159,8 +159,10 @@ class Instance:
         tp=1,
         pp=1,
         window=None,
+        kept=(),
         **settings,
     ):
+        self.kept = kept
         self.transport = transports.FAKES[transport]()
         self.config = vllm_config(
             model,
@@ -239,7 +241,7 @@ class Instance:
         return specs
 
     def make_kv_config(self, groups):
-        return u.config(self.num_blocks, *groups)
+        return u.config(self.num_blocks, *groups, kept=self.kept)
 
     def layer_numbers(self, group: int) -> range:
         return range(group * LAYERS, (group + 1) * LAYERS)

@@ -8,14 +8,17 @@ the hooks in `ActiveKVConnector`, the libraries. What is fake: the forward.
 
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import torch
+from rig.mooncake_store import MooncakeStore
 from rig.servers import free_port
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
@@ -23,6 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.kv_cache_interface import KVCacheTensor
+from vllm.v1.simple_kv_offload import copy_backend, cuda_mem_ops
 from vllm.v1.worker.gpu import kv_connector as runner
 
 from . import instances as rig
@@ -49,10 +54,12 @@ class RealWorkers(transports.FakeTransport):
         super().__init__()
         fake = instance.transport
         self.connector, self.carrier = fake.connector, fake.carrier
+        # Layers whose KV a drafter writes, behind the forward.
+        self.draft_layers = ()
         self.producer_params = fake.producer_params
         self.consumer = fake.consumer_params
         config = instance.config
-        self.bootstrap = f"http://127.0.0.1:{os.environ[BOOTSTRAP]}"
+        self.bootstrap = f"http://127.0.0.1:{os.environ.get(BOOTSTRAP)}"
         with set_current_vllm_config(config):
             if not parallel_state.model_parallel_is_initialized():
                 address = f"tcp://127.0.0.1:{free_port()}"
@@ -100,7 +107,27 @@ class RealWorkers(transports.FakeTransport):
     def step(self, instance, producer, output):
         self.active.pre_forward(output)
         self.active.finish_forward()
-        return [self.active.post_forward(output.finished_req_ids)]
+        if not self.draft_layers:
+            return [self.active.post_forward(output.finished_req_ids)]
+        drafts = self.take_drafts(instance, output)
+        finished = output.finished_req_ids
+        report = self.active.post_forward(finished, defer_finalize=True)
+        for cells, written in drafts:
+            cells.copy_(written)
+        self.active.finalize_step()
+        return [report]
+
+    def take_drafts(self, instance, output):
+        """What the drafter will write in this step; until then the blocks are empty."""
+        rows = instance.scheduler.kv_cache_manager.get_block_ids
+        blocks = {b for r in output.num_scheduled_tokens for b in rows(r)[0] if b}
+        drafts = []
+        for layer in self.draft_layers:
+            for block in blocks:
+                cells = instance.kv[layer][block]
+                drafts.append((cells, cells.clone()))
+                cells.zero_()
+        return drafts
 
     def tables(self):
         """Where payloads lie on the worker side."""
@@ -135,6 +162,95 @@ def real_instance(
             model, role, transport=transport, block_size=BLOCK_SIZE, **settings
         )
         instance.transport = RealWorkers(instance)
+    stack.callback(instance.transport.close, instance)
+    return instance
+
+
+class _Passed:
+    """In place of a device's event or stream: all of its work is done."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args, **kwargs): ...
+
+    @staticmethod
+    def priority_range():
+        return 0, 0
+
+    def query(self):
+        return True
+
+    def record(self, *args): ...
+
+    wait = wait_event = synchronize = record
+
+
+@contextmanager
+def without_a_device():
+    """Let vLLM's offloading run where there is no device to wait for."""
+    with ExitStack() as stack:
+        for owner, name in (
+            (torch, "Event"),
+            (torch.cuda, "Event"),
+            (torch.cuda, "Stream"),
+            (torch.cuda, "current_stream"),
+        ):
+            stack.enter_context(patch.object(owner, name, _Passed))
+        # Whoever imported it first, the rig's adjustments count.
+        copy = cuda_mem_ops.copy_blocks
+        stack.enter_context(patch.object(copy_backend, "copy_blocks", copy))
+        yield
+
+
+class _PlacedInstance(rig.Instance):
+    """Its KV cache configuration says where each layer's cache lies."""
+
+    def make_kv_config(self, groups):
+        config = super().make_kv_config(groups)
+        for names, spec in groups:
+            page = spec.page_size_bytes
+            size = page * self.num_blocks
+            config.kv_cache_tensors += [
+                KVCacheTensor(size, [name], layer_stride=size, block_stride=page)
+                for name in names
+            ]
+        return config
+
+
+def offloading_instance(stack: ExitStack, model, **settings) -> rig.Instance:
+    """An instance that offloads to host memory and loads from there."""
+    instance = _PlacedInstance(
+        model,
+        "kv_both",
+        block_size=BLOCK_SIZE,
+        kv_connector="SimpleCPUOffloadConnector",
+        kv_connector_extra_config={"cpu_bytes_to_use": 16 << 20},
+        **settings,
+    )
+    instance.transport = RealWorkers(instance)
+    instance.transport.carrier = KVChecksumCarrier.STORED
+    stack.callback(instance.transport.close, instance)
+    return instance
+
+
+def storing_instance(
+    stack: ExitStack, model, store: MooncakeStore, **settings
+) -> rig.Instance:
+    """An instance that stores its prompts in a real Mooncake store, and loads them."""
+    options = {"lookup_rpc_port": free_port()}
+    with patch.dict(os.environ, store.environment):
+        instance = rig.Instance(
+            model,
+            "kv_both",
+            block_size=BLOCK_SIZE,
+            kv_connector="MooncakeStoreConnector",
+            kv_connector_extra_config=options,
+            **settings,
+        )
+        # First of all: what is left of an open channel does not let the process end.
+        stack.callback(instance.scheduler.connector.connector_scheduler.client.close)
+        instance.transport = RealWorkers(instance)
+    instance.transport.carrier = KVChecksumCarrier.STORED
     stack.callback(instance.transport.close, instance)
     return instance
 
