@@ -25,6 +25,14 @@ def test_every_mutant_stands_once_in_its_function_and_has_tests(known):
     assert len(known) == len(mutants.read()) > 150
 
 
+def test_no_id_stands_twice_and_what_is_left_out_has_its_reason(known):
+    """An id names one break for ever: neither another one, nor one left out."""
+    left_out = mutants.gone()
+    ids = [mutant.id for mutant in mutants.read()] + [i for i, _ in left_out]
+    assert sorted(ids) == sorted({*ids})
+    assert all(why for _, why in left_out)
+
+
 def test_a_mutant_that_no_test_sees_is_told_with_what_it_means(
     known, monkeypatch, capsys
 ):

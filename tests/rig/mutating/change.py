@@ -2,6 +2,8 @@
 
 import ast
 
+_NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
 
 def changed_source(source: str, function: str, before: str, after: str) -> str:
     """Return ``source`` with ``before`` replaced in one function, or outside of any (``""``).
@@ -28,7 +30,7 @@ def span_of(source: str, function: str) -> tuple[int, int]:
         named = [
             child
             for child in ast.walk(node)
-            if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name == name
+            if isinstance(child, _NAMED) and child.name == name
         ]
         if not named:
             raise ValueError(f"no {function}")
@@ -36,7 +38,7 @@ def span_of(source: str, function: str) -> tuple[int, int]:
     if isinstance(node, ast.Module):
         return 0, len(source)
     lines = source.splitlines(keepends=True)
-    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    assert isinstance(node, _NAMED)
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     begin, end = lines[: first - 1], lines[: node.end_lineno]
     return len("".join(begin)), len("".join(end))
