@@ -48,6 +48,8 @@ class RealWorkers(transports.FakeTransport):
         super().__init__()
         fake = instance.transport
         self.connector, self.carrier = fake.connector, fake.carrier
+        # Layers whose KV a drafter writes, behind the forward.
+        self.draft_layers = ()
         self.producer_params = fake.producer_params
         self.consumer = fake.consumer_params
         config = instance.config
@@ -99,7 +101,27 @@ class RealWorkers(transports.FakeTransport):
     def step(self, instance, producer, output):
         self.active.pre_forward(output)
         self.active.finish_forward()
-        return [self.active.post_forward(output.finished_req_ids)]
+        if not self.draft_layers:
+            return [self.active.post_forward(output.finished_req_ids)]
+        drafts = self.take_drafts(instance, output)
+        finished = output.finished_req_ids
+        report = self.active.post_forward(finished, defer_finalize=True)
+        for cells, written in drafts:
+            cells.copy_(written)
+        self.active.finalize_step()
+        return [report]
+
+    def take_drafts(self, instance, output):
+        """What the drafter will write in this step; until then the blocks are empty."""
+        rows = instance.scheduler.kv_cache_manager.get_block_ids
+        blocks = {b for r in output.num_scheduled_tokens for b in rows(r)[0] if b}
+        drafts = []
+        for layer in self.draft_layers:
+            for block in blocks:
+                cells = instance.kv[layer][block]
+                drafts.append((cells, cells.clone()))
+                cells.zero_()
+        return drafts
 
     def tables(self):
         """Where payloads lie on the worker side."""

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import kv_checksum_instances as rig
 import kv_checksum_real_workers as real
 import pytest
+import vllm
 from kv_checksum_instances import tokens
 from vllm.v1.engine import FinishReason
 
 from vllm.distributed.kv_transfer.kv_checksum import fault_damage
+from vllm.distributed.kv_transfer.kv_checksum.metrics import VERDICTS
 
 NUM_BLOCKS = 1500
 _numbers = count()
@@ -52,6 +54,7 @@ def pair(side):
     d.stats.clear()
     yield p, d
     p.alter = lambda data: data
+    p.transport.draft_layers = ()
     d.damage = lambda instance, req_id, block_ids: None
     d.on_reports = lambda reports: None
     settle(p, d)
@@ -97,6 +100,22 @@ def test_loads_verify(pair):
     assert right == [True] * len(lengths)
     assert d.loads("verified") == len(lengths) and d.stats["blocks_mismatched"] == 0
     assert sum(k.startswith(("loads:", "unverified")) for k in d.stats) == 1
+
+
+@pytest.mark.skipif(
+    vllm.__version__.startswith("0.32"), reason="vLLM 0.32 defers nothing"
+)
+def test_a_send_is_summed_behind_the_drafter(pair):
+    """The drafter's layers get their KV after the step's other reports are made."""
+    p, d = pair
+    right = []
+    d.damage = lambda d, req_id, _: right.append(
+        d.answer_kv_is_right(d.scheduler.requests[req_id])
+    )
+    p.transport.draft_layers = (rig.LAYERS - 1,)
+    load(p, d, tokens(100, next(_numbers)))
+    assert right == [True]
+    assert d.loads("verified") == 1 and sum(d.loads(v) for v in VERDICTS) == 1
 
 
 @pytest.mark.parametrize("sides", [("p_off", "d"), ("p", "d_off")])

@@ -252,3 +252,21 @@ def test_skipped_groups(model, transport, sides):
     else:
         assert d.loads("unverified") == 2
         assert d.stats["unverified:one_side_only"] == 2
+
+
+@pytest.mark.parametrize("sides", ["both", "p", "d"])
+def test_a_group_that_one_worker_skips_is_skipped_by_the_instance(
+    model, transport, sides
+):
+    """One TP rank of one PP stage; the others sum it, and their sums are not used."""
+    p, d = pair(model, tp=2, pp=2, window=40, transport=transport)
+    for instance, name in ((p, "p"), (d, "d")):
+        if sides in ("both", name):
+            worker = instance.workers[-1]
+            worker.skipped[1] = "compressed: for the test"
+            del worker.groups[1]
+    load(p, d, 100)
+    if sides == "both":
+        assert d.loads("verified") == 1 and d.stats["blocks_compared"] == 7
+    else:
+        assert d.loads("unverified") == d.stats["unverified:one_side_only"] == 1

@@ -19,7 +19,11 @@ from kv_checksum_states import (
     unsharded,
 )
 from vllm.model_executor.layers.mamba import mamba_utils
-from vllm.v1.kv_cache_interface import MambaSpec, MambaStateSplit
+from vllm.v1.kv_cache_interface import (
+    MambaSpec,
+    MambaStateSplit,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
 
@@ -240,6 +244,28 @@ def test_states_that_cannot_be_read_are_skipped(case, monkeypatch):
     caches = {"model.layers.2.mixer": cache_of(bytes(size))}
     w = u.worker(u.config(NUM_BLOCKS, (caches, spec)), caches, tp_size=tp)
     assert set(w.skipped) == {0} and not w.groups
+
+
+def test_rows_of_all_caches_of_a_module_share_its_numbers():
+    """A layer's numbers end where the next one's begin, be they of one cache or two."""
+    rows = 2**15
+
+    def worker_of(second):
+        caches, specs = {}, {}
+        for name, number in (("a", rows), ("b", second)):
+            name = f"model.layers.2.{name}"
+            specs[name] = MambaSpec(
+                block_size=64,
+                shapes=((number, 1),),
+                dtypes=(torch.bfloat16,),
+                state_splits=(MambaStateSplit(0, ((number, 1),)),),
+            )
+            caches[name] = cache_of(bytes(2 * number))
+        group = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+        return u.worker(u.config(NUM_BLOCKS, (caches, group)), caches)
+
+    assert not worker_of(2**16 - rows).skipped
+    assert worker_of(2**16 - rows + 1).skipped[0].startswith("too_many_heads")
 
 
 def test_unaligned_pages_are_skipped(monkeypatch):
