@@ -128,8 +128,8 @@ MADE: list["Instance"] | None = None
 class Instance:
     """One vLLM instance: scheduler, and per (PP, TP) rank caches and a worker.
 
-    `window` adds a second KV cache group of sliding-window layers. `transport` moves
-    its KV and payloads.
+    `window` adds a second KV cache group of sliding-window layers. No connector moves
+    the groups in `kept`. `transport` moves KV and payloads.
     """
 
     def __init__(
@@ -143,8 +143,10 @@ class Instance:
         tp=1,
         pp=1,
         window=None,
+        kept=(),
         **settings,
     ):
+        self.kept = kept
         self.transport = transports.FAKES[transport]()
         self.config = vllm_config(
             model,
@@ -223,7 +225,7 @@ class Instance:
         return specs
 
     def make_kv_config(self, groups):
-        return u.config(self.num_blocks, *groups)
+        return u.config(self.num_blocks, *groups, kept=self.kept)
 
     def layer_numbers(self, group: int) -> range:
         return range(group * LAYERS, (group + 1) * LAYERS)
@@ -248,7 +250,7 @@ class Instance:
             for g in kv_config.kv_cache_groups
         ]
         return u.worker(
-            u.config(self.num_blocks, *local),
+            u.config(self.num_blocks, *local, kept=self.kept),
             here,
             tp_rank=rank,
             tp_size=self.tp,

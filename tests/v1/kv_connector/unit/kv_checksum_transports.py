@@ -245,8 +245,12 @@ def copy_tokens(instance, producer, req_id, local, their_id, their_blocks):
     request = instance.scheduler.requests.get(req_id)
     num_tokens = request.num_computed_tokens if request else 0
     rows = instance.scheduler.kv_cache_manager.get_block_ids(req_id)
+    transferred = list(instance.kv_config.transfer_group_ids)
     for group, numbers in enumerate(instance.layers):
-        ours, theirs = local[group], their_blocks[group]
+        if group not in transferred:
+            continue
+        index = transferred.index(group)
+        ours, theirs = local[index], their_blocks[index]
         # Each list ends with the block of its side's last token.
         first = -(-num_tokens // instance.block_size) - len(ours)
         their_tokens = producer.scheduler.requests[their_id].num_computed_tokens

@@ -51,12 +51,13 @@ def names(*numbers: int, suffix="self_attn.attn") -> list[str]:
     return [f"model.layers.{n}.{suffix}" for n in numbers]
 
 
-def config(num_blocks, *groups) -> KVCacheConfig:
-    """A config of ``(layer names, spec)`` groups."""
+def config(num_blocks, *groups, kept=()) -> KVCacheConfig:
+    """A config of ``(layer names, spec)`` groups; those in `kept` no connector moves."""
+    made = [KVCacheGroupSpec(list(n), spec) for n, spec in groups]
+    for group_id in kept:
+        made[group_id].enable_kv_transfer = False
     return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(list(n), spec) for n, spec in groups],
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=made
     )
 
 

@@ -270,3 +270,16 @@ def test_a_group_that_one_worker_skips_is_skipped_by_the_instance(
         assert d.loads("verified") == 1 and d.stats["blocks_compared"] == 7
     else:
         assert d.loads("unverified") == d.stats["unverified:one_side_only"] == 1
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_group_that_no_connector_transfers_is_left_alone(model, transport, kept):
+    """Nothing of it is summed, sent or told, on workers that could sum it."""
+    p, d = pair(model, window=40, kept=(kept,), transport=transport)
+    load(p, d, 100)
+    assert d.loads("verified") == 1
+    assert d.stats["blocks_compared"] == (4 if kept == 0 else 7)
+    told = {**p.stats, **d.stats}
+    assert not [k for k in told if k.startswith(("left_out", "unsent", "skipped"))]
+    for worker in p.workers + d.workers:
+        assert [*worker.groups] == [1 - kept] and not worker.skipped

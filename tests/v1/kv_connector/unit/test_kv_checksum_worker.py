@@ -292,6 +292,8 @@ def skip_cases():
             {},
         ),
         "too few blocks": (spec, {name: cache[:7]}, {}),
+        "more heads": (spec, {name: u.random_cache(8, spec, heads=3)}, {}),
+        "fewer heads": (spec, {name: single}, {}),
         "block size": (u.full_spec(block_size=32), {name: cache}, {}),
         "strides": (spec, {name: torch.zeros(8, 2, 16, 19)[..., 1:17].half()}, {}),
         "replication unknown": (one_head, {name: single}, dict(tp_size=2)),
