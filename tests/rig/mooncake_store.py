@@ -69,6 +69,11 @@ class MooncakeStore:
         """Host and port of the master."""
         return f"{HOST}:{self._port}"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What an instance's processes read of the store from their environment."""
+        return {"MOONCAKE_CONFIG_PATH": str(self._config), "MC_FORCE_TCP": "1"}
+
     def kill_master(self) -> None:
         """End the master at once."""
         self._master.kill()
@@ -125,11 +130,7 @@ class MooncakeStore:
             model=model,
             connector="MooncakeStoreConnector",
             transfer={"kv_connector_extra_config": options, **(transfer or {})},
-            env={
-                "MOONCAKE_CONFIG_PATH": str(self._config),
-                "MC_FORCE_TCP": "1",
-                **(env or {}),
-            },
+            env={**self.environment, **(env or {})},
             **kwargs,
         )
 

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import kv_checksum_instances as rig
 import kv_checksum_transports as transports
 import kv_checksum_utils as u
+from rig.mooncake_store import MooncakeStore
 from rig.servers import free_port
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -26,6 +27,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.worker.gpu import kv_connector as runner
 
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
 
 # Both libraries read these when they are loaded.
 os.environ.setdefault("UCX_TLS", "tcp,self,sm")
@@ -53,7 +55,7 @@ class RealWorkers(transports.FakeTransport):
         self.producer_params = fake.producer_params
         self.consumer = fake.consumer_params
         config = instance.config
-        self.bootstrap = f"http://127.0.0.1:{os.environ[BOOTSTRAP]}"
+        self.bootstrap = f"http://127.0.0.1:{os.environ.get(BOOTSTRAP)}"
         with set_current_vllm_config(config):
             if not parallel_state.model_parallel_is_initialized():
                 address = f"tcp://127.0.0.1:{free_port()}"
@@ -156,6 +158,28 @@ def real_instance(
             model, role, transport=transport, block_size=BLOCK_SIZE, **settings
         )
         instance.transport = RealWorkers(instance)
+    stack.callback(instance.transport.close, instance)
+    return instance
+
+
+def storing_instance(
+    stack: ExitStack, model, store: MooncakeStore, **settings
+) -> rig.Instance:
+    """An instance that stores its prompts in a real Mooncake store, and loads them."""
+    options = {"lookup_rpc_port": free_port()}
+    with patch.dict(os.environ, store.environment):
+        instance = rig.Instance(
+            model,
+            "kv_both",
+            block_size=BLOCK_SIZE,
+            kv_connector="MooncakeStoreConnector",
+            kv_connector_extra_config=options,
+            **settings,
+        )
+        # First of all: what is left of an open channel does not let the process end.
+        stack.callback(instance.scheduler.connector.connector_scheduler.client.close)
+        instance.transport = RealWorkers(instance)
+    instance.transport.carrier = KVChecksumCarrier.STORED
     stack.callback(instance.transport.close, instance)
     return instance
 

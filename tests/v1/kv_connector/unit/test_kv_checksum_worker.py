@@ -256,6 +256,16 @@ def skip_cases():
             dict(formats={name: LayerFormat(cells=frozenset({"FP8_PER_TENSOR"}))}),
         ),
         "no cache": (spec, {}, {}),
+        "keys and values of two sizes, apart": (
+            (two_sizes := u.full_spec(head_size=16, head_size_v=8)),
+            {name: u.random_cache(8, two_sizes)},
+            dict(formats={name: LayerFormat(order=TokenOrder.CPU_VECTORS)}),
+        ),
+        "a key and a value in one piece, apart": (
+            (narrow := u.full_spec(head_size=2)),
+            {name: u.random_cache(8, narrow)},
+            dict(formats={name: LayerFormat(order=TokenOrder.CPU_VECTORS)}),
+        ),
         "tiles cut by kernel blocks": (
             u.full_spec(block_size=128, head_size=32),
             {name: kernel_split(u.random_cache(8, u.full_spec(2, 128, 32)))},

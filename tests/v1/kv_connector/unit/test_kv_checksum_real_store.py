@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances that store in and load from a real Mooncake store, in one process.
+
+Real: schedulers, both sides of vLLM's connector with their threads and lookup channel,
+`ActiveKVConnector`, the store. What is fake: the forward, and the events of a device.
+"""
+
+import time
+from contextlib import ExitStack
+from itertools import count
+
+import kv_checksum_instances as rig
+import kv_checksum_real_workers as real
+import kv_checksum_reference as reference
+import kv_checksum_utils as u
+import numpy as np
+import pytest
+import torch
+from kv_checksum_instances import tokens
+from rig.mooncake_store import MooncakeStore
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
+    MooncakeStoreConnectorMetadata,
+)
+from vllm.v1.worker.cpu import shm
+
+SIZE = real.BLOCK_SIZE
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    with MooncakeStore(tmp_path_factory.mktemp("mooncake")) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def pair(store, model):
+    """Two instances that share the store, both with checksums on."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "Event", shm._EventPlaceholder)
+        yield [real.storing_instance(stack, model, store) for _ in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def fresh(pair):
+    for instance in pair:
+        instance.stats.clear()
+
+
+def run(instance, request):
+    """Step until the request ended and what it stores is stored; its last output."""
+    end = time.monotonic() + 20
+    while not request.is_finished():
+        assert time.monotonic() < end, request.status
+        instance.step()
+        time.sleep(0.001)
+    worker_of(instance).kv_send_thread.request_queue.join()
+    return instance.results[request.request_id][-1]
+
+
+def worker_of(instance):
+    return instance.transport.worker.connector_worker
+
+
+def ask(instance, prompt):
+    request = instance.add(f"r{next(_numbers)}", prompt, None, max_tokens=2)
+    run(instance, request)
+    return request
+
+
+def keys_of(instance, request):
+    (db,) = worker_of(instance).token_dbs
+    return [db.key_for(block_hash) for block_hash in request.block_hashes]
+
+
+def entry_of(value: bytes, instance, block_hash: bytes) -> int:
+    """The sum that a value ends with, without its tag."""
+    entry, tag = (
+        int.from_bytes(x, "little") for x in (value[-8:], bytes(block_hash[:8]))
+    )
+    return entry ^ tag ^ instance.workers[0].groups[0].fingerprint
+
+
+def sums_of(prompt) -> list[int]:
+    """The sums of a prompt's full blocks, from what a forward writes."""
+    number = len(prompt) // SIZE
+    at = torch.arange(number * SIZE)
+    ids = torch.tensor(prompt)[at]
+    layers = {}
+    for n in range(rig.LAYERS):
+        cells = rig.token_kv(n, at, ids).reshape(number, SIZE, rig.HEADS, -1)
+        layers[n] = cells.transpose(1, 2)
+    units = u.expected_sums(layers, range(number), 0, number * SIZE)
+    return reference.by_blocks(units, SIZE)
+
+
+def test_every_value_ends_with_the_sum_of_its_block(pair, store):
+    a, b = pair
+    prompt = tokens(3 * SIZE + 5, 1)
+    request = ask(a, prompt)
+    keys = keys_of(a, request)
+    assert store.exist(keys) == [True] * 3
+    hashes = request.block_hashes
+    found = [
+        entry_of(store.get(k), a, h) for k, h in zip(keys, hashes, strict=True)
+    ]
+    assert found == sums_of(prompt)
+    ask(b, prompt)
+    assert b.loads("verified") == 1 and b.stats["blocks_compared"] == 3
+
+
+def test_a_prompt_that_goes_on_from_a_loaded_one_is_stored_behind_it(pair, store):
+    """One instance loads a prompt's beginning and stores the rest; another loads all."""
+    a, b = pair
+    prompt = tokens(5 * SIZE + 5, 2)
+    ask(a, prompt[: 2 * SIZE + 5])
+    request = ask(b, prompt)
+    assert b.loads("verified") == 1 and b.stats["blocks_compared"] == 2
+    keys, hashes = keys_of(b, request), request.block_hashes
+    assert store.exist(keys) == [True] * 5
+    found = [
+        entry_of(store.get(k), b, h) for k, h in zip(keys, hashes, strict=True)
+    ]
+    assert found == sums_of(prompt)
+    ask(a, prompt)
+    assert a.loads("verified") == 1 and a.stats["blocks_compared"] == 3
+
+
+def test_a_damaged_value_is_removed_and_the_lookups_behind_it_are_answered(pair, store):
+    a, b = pair
+    prompt, other = tokens(3 * SIZE + 5, 3), tokens(4 * SIZE + 5, 4)
+    keys = keys_of(a, ask(a, prompt))
+    ask(a, other)
+    value = bytearray(store.get(keys[1]))
+    value[0] ^= 1
+    store.replace(keys[1], bytes(value))
+    ask(b, prompt)
+    assert b.loads("mismatch") == b.stats["stored_blocks_dropped"] == 1
+    # The channel is one of questions and answers in turn.
+    ask(b, other)
+    assert b.loads("verified") == 1 and b.stats["blocks_compared"] == 3 + 4
+    assert store.exist(keys) == [True, False, True]
+
+
+def test_what_is_only_loaded_keeps_the_entries_that_came_with_it(pair):
+    """In a step that also stores: entries of the one are filled in, of the other not."""
+    a, _ = pair
+    worker, sums = worker_of(a), a.workers[0]
+    entries = sums.init_block_checksums([0])
+    loads, saves, behind = [150, 151], [152, 153, 154], [153, 154]
+    mark = torch.arange(1, 6)
+    entries[loads + saves] = mark
+    hashes = [np.random.default_rng(i).bytes(32) for i in range(3)]
+    requests = [
+        ReqMeta("load", 2 * SIZE, (loads,), hashes[:2], can_save=False),
+        ReqMeta(
+            "save",
+            3 * SIZE,
+            (saves,),
+            hashes,
+            can_save=True,
+            token_ids_start=SIZE,
+            store_job_id=10**6,
+        ),
+    ]
+    metadata = MooncakeStoreConnectorMetadata(set(), set())
+    metadata.requests = requests
+    worker.wait_for_save(metadata)
+    worker.kv_send_thread.request_queue.join()
+    kept = loads + saves[:1]
+    assert entries[kept].tolist() == mark[:3].tolist()
+    cells = {n: cache for n, cache in a.kv.items()}
+    units = u.expected_sums(cells, behind, 1, 3 * SIZE)
+    found = [
+        int(entry) % 2**64
+        ^ int.from_bytes(h[:8], "little")
+        ^ sums.groups[0].fingerprint
+        for entry, h in zip(entries[behind], hashes[1:], strict=True)
+    ]
+    assert found == reference.by_blocks(units, SIZE)
