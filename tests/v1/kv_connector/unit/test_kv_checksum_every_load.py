@@ -156,13 +156,15 @@ def test_loads_in_the_step_that_uses_them(model, mode, log):
     assert not d.scheduler.kv_checksum._declined
 
 
-def test_a_load_in_the_step_that_uses_it_may_fail_too(model):
+@pytest.mark.parametrize("by", ["invalid_block_ids", "failed_recving"])
+def test_a_load_in_the_step_that_uses_it_may_fail_too(model, by):
     """As its connector reports it: that is neither verified nor unverified."""
     d = instance_of(model, BringingWithCarrier, policy="recompute")
     d.add("r", rig.tokens(100), None, max_tokens=2)
     output = d.schedule()
     (ids,) = d.scheduler.kv_cache_manager.get_block_ids("r")
-    report = KVConnectorOutput(invalid_block_ids={ids[1]})
+    report = KVConnectorOutput()
+    setattr(report, by, {ids[1] if by == "invalid_block_ids" else "r"})
     d.finish_step(output, d.runner_output(output, report))
     assert d.stats["loads_failed"] == d.stats["loads_started"] == 1
     assert not any(k.startswith(("loads:", "unverified")) for k in d.stats)

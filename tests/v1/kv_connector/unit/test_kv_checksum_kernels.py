@@ -106,3 +106,14 @@ def test_kernel_blocks_that_units_cut_are_not_read():
     cells = random_cells(4, 2, 48, 32)
     with pytest.raises(SkipGroup, match="24 tokens and units of 16 do not nest"):
         view(cells, kernel_split(cells))
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_no_kernel_is_told_of_an_alignment_that_its_cache_lacks(offset):
+    """On a GPU a wide read of an address that is none ends the process."""
+    memory = torch.zeros(8 + 2 * 16 * 8, dtype=torch.int16)
+    blocks = memory.as_strided((2, 1, 1, 16, 8), (128, 128, 128, 8, 1), offset)
+    layer = LayerView("", blocks, 2, 8, factors_of(3, 1), (1, 0))
+    address = blocks.data_ptr()
+    told = kernels.kernel_constants(layer)["ALIGNMENT"]
+    assert told == min(address & -address, 16)

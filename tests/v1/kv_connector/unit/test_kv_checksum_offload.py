@@ -371,6 +371,21 @@ def test_damage_in_one_rank_s_part_is_enough(model, head):
     assert b.store.dropped == [("r", {0: [3]})]
 
 
+def test_a_load_that_one_rank_does_not_report_is_unverified(model):
+    """All others' blocks are right."""
+    a, b = (store.StoringInstance(model, tp=2) for _ in range(2))
+    ask(a)
+    silent, other = b.workers
+
+    def report(*args, **kwargs):
+        type(silent).post_forward(silent, *args, **kwargs)
+
+    silent.post_forward = report
+    ask(b)
+    assert b.stats[UNVERIFIED] == b.stats["unverified:workers_missing"] == 1
+    assert b.stats.get("blocks_compared", 0) == 0
+
+
 def test_a_store_that_keeps_a_bad_block_is_not_asked_again(model):
     ask(store.StoringInstance(model))
     flip_stored(0)

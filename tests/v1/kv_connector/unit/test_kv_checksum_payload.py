@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
     KVChecksumPayload,
     OtherCopies,
 )
+from vllm.distributed.kv_transfer.kv_checksum.wire_maps import decode_map
 
 
 def make(num_tokens=100, unit_size=16, start=0, groups=2) -> KVChecksumPayload:
@@ -146,6 +147,7 @@ BAD = {
     "group is text": _bad(1, 1, {0: "x"}),
     "odd values": _bad(16, 1, {0: (1, 16, 0, b"1234567", b"")}),
     "too many units": _bad(16, 1, {0: (1, 16, 0, b"12345678" * 2, b"")}),
+    "unit -1": _bad(16, 1, {0: (1, 16, -1, b"12345678" * 2, b"")}),
     "unit size 0": _bad(16, 1, {0: (1, 0, 0, b"", b"")}),
     "fingerprint -1": _bad(16, 1, {0: (-1, 16, 0, b"", b"")}),
     "group -1": _bad(16, 1, {-1: (1, 16, 0, b"", b"")}),
@@ -196,6 +198,24 @@ def test_malformed_payloads_raise_value_error(name):
 def test_text_that_is_no_base64(text):
     with pytest.raises(ValueError):
         wire.decode_text(text)
+
+
+@pytest.mark.parametrize("foreign", ["%", " ", "\n", "-", "=", "\0"])
+def test_text_with_a_foreign_character_is_no_payload(foreign):
+    text = wire.encode_text(make(16, groups=1))
+    assert wire.decode_text(text)
+    for at in (0, 4, 7):
+        with pytest.raises(ValueError, match="no base64"):
+            wire.decode_text(text[:at] + foreign + text[at:])
+
+
+@pytest.mark.parametrize("value", [msgspec.Raw, dict[str, int]])
+@pytest.mark.parametrize("data", [b"\x81\xa1r" + b"\x91" * 100_000, b"", b"\x91"])
+def test_what_is_no_map_raises_value_error(value, data):
+    """Lists in lists too: only C code may look at them, and it gives up in its way."""
+    decoder = msgspec.msgpack.Decoder(dict[str, value])
+    with pytest.raises(ValueError):
+        decode_map(decoder, data)
 
 
 @settings(max_examples=400, deadline=None)

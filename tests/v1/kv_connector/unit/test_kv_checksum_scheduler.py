@@ -283,3 +283,12 @@ def test_a_group_that_no_connector_transfers_is_left_alone(model, transport, kep
     assert not [k for k in told if k.startswith(("left_out", "unsent", "skipped"))]
     for worker in p.workers + d.workers:
         assert [*worker.groups] == [1 - kept] and not worker.skipped
+
+
+def test_the_gauge_counts_the_groups_that_any_pp_stage_skips(model):
+    p, d = pair(model, pp=2, window=40)
+    for group_id, worker in enumerate(d.workers):
+        worker.skipped[group_id] = "compressed: for the test"
+        del worker.groups[group_id]
+    load(p, d, 100)
+    assert d.stats["skipped_groups:compressed"] == 2

@@ -88,8 +88,19 @@ def test_chunked_prefill_and_decode_on_the_producer(model):
     """The prompt is summed once however many chunks; decoded tokens do not count."""
     p, d = pair(model)
     prompt = tokens(700)
+    asked, schedule = [], p.schedule
+
+    def keep():
+        output = schedule()
+        scheduled = output.kv_checksum_scheduled
+        asked.extend(scheduled.reqs_to_send.values() if scheduled else ())
+        return output
+
+    p.schedule = keep
     params = rig.prefill(p, "p", prompt, max_tokens=20)
     assert sum(n > 1 for _, n in p.scheduled) == 3
+    (blocks,) = asked
+    assert blocks.num_tokens == 700
     request = d.add("r", prompt, params, max_tokens=1)
     d.run(request, p)
     assert d.loads("verified") == 1
@@ -135,6 +146,42 @@ def test_loads_known_bad_are_not_compared(model, transport):
     d.finish_step(output, d.runner_output(output, failed))
     assert not any(k.startswith("loads:") for k in d.stats)
     assert d.tables()["recvs"] == 0
+
+
+def test_a_load_that_is_aborted_is_forgotten_at_once(model, transport):
+    """Its id may come again, and its end may never be reported."""
+    p, d = pair(model, transport=transport)
+    d.add("r", tokens(50), rig.prefill(p, "p", tokens(50)))
+    d.transport.hold_loads = True
+    d.step(p)
+    assert d.tables()["recvs"] == 1
+    d.scheduler.finish_requests("r", rig.RequestStatus.FINISHED_ABORTED)
+    assert d.tables()["recvs"] == 0
+    d.step(p)
+    assert d.stats["loads_aborted"] == d.stats["loads_started"] == 1
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_an_aborted_prefill_sends_nothing_and_misses_nothing(model, transport, steps):
+    """Before its prompt is computed, and while it decodes."""
+    p = rig.Instance(model, "kv_producer", transport=transport)
+    p.add("p", tokens(700), p.transport.producer_params("p"), max_tokens=9)
+    for _ in range(steps):
+        p.step()
+    p.scheduler.finish_requests("p", rig.RequestStatus.FINISHED_ABORTED)
+    p.step()
+    assert not [k for k in p.stats if k.startswith(("payload", "unsent"))]
+    assert not any(p.tables().values())
+
+
+def test_an_answer_without_parameters_gets_none(model):
+    """Where the connector has nothing to say of a send, a router must not see one."""
+    p = rig.Instance(model, "kv_producer")
+    p.scheduler.connector.request_finished_all_groups = lambda *args: (False, None)
+    p.scheduler.connector.request_finished = lambda *args: (False, None)
+    request = p.add("p", tokens(50), p.transport.producer_params("p"))
+    assert p.run(request).kv_transfer_params is None
+    assert "payload_bytes" not in p.stats
 
 
 def test_outputs_of_steps_that_scheduled_nothing(model):

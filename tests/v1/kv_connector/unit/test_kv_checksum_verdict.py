@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparing one group: positions, replicas, block sizes."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,29 @@ def test_smaller_blocks_of_a_bad_chunk_are_named_up_to_the_last_token(tokens):
     verdict = compare_group(theirs, tokens, once, tokens)
     assert verdict.positions == [2, 3]
     assert verdict.compared == number
+
+
+def test_no_block_behind_the_last_token_is_bad():
+    """The last chunk of P's is a part of one; D's blocks end with the request."""
+    theirs = GroupChecksums(1, 64, 0, values(2))
+    ours = np.zeros(5, np.uint64)
+    ours[::4] = theirs.values
+    local = LocalGroup(1, BLOCKS_OF_16, 0, [ours])
+    assert compare_group(theirs, 80, local, 80).positions == []
+    ours[4] += np.uint64(1)
+    verdict = compare_group(theirs, 80, local, 80)
+    assert verdict.positions == [4] and verdict.compared == 5
+
+
+def test_a_huge_unit_costs_no_memory():
+    """A client may name any; only the units that were loaded count."""
+    theirs = GroupChecksums(1, 2**30, 0, values(1))
+    local = LocalGroup(1, BLOCKS_OF_16, 0, [values(4)])
+    tracemalloc.start()
+    verdict = compare_group(theirs, 64, local, 64)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert verdict.positions == [0, 1, 2, 3] and peak < 2**20
 
 
 def test_few_samples_of_many_differences():
