@@ -7,13 +7,14 @@ One rank per instance. What is real: schedulers, connectors of both roles, the h
 
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import kv_checksum_instances as rig
 import kv_checksum_transports as transports
 import kv_checksum_utils as u
+import torch
 from rig.mooncake_store import MooncakeStore
 from rig.servers import free_port
 from vllm.config import set_current_vllm_config
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.worker.gpu import kv_connector as runner
 
 from vllm.distributed import parallel_state
@@ -158,6 +160,70 @@ def real_instance(
             model, role, transport=transport, block_size=BLOCK_SIZE, **settings
         )
         instance.transport = RealWorkers(instance)
+    stack.callback(instance.transport.close, instance)
+    return instance
+
+
+class _Passed:
+    """In place of a device's event or stream: all of its work is done."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args, **kwargs): ...
+
+    @staticmethod
+    def priority_range():
+        return 0, 0
+
+    def query(self):
+        return True
+
+    def record(self, *args): ...
+
+    wait = wait_event = synchronize = record
+
+
+@contextmanager
+def without_a_device():
+    """Let vLLM's offloading run where there is no device to wait for."""
+    with ExitStack() as stack:
+        for owner, name in (
+            (torch, "Event"),
+            (torch.cuda, "Event"),
+            (torch.cuda, "Stream"),
+            (torch.cuda, "current_stream"),
+        ):
+            stack.enter_context(patch.object(owner, name, _Passed))
+        yield
+
+
+class _PlacedInstance(rig.Instance):
+    """Its KV cache configuration says where each layer's cache lies."""
+
+    def make_kv_config(self, groups):
+        config = super().make_kv_config(groups)
+        for names, spec in groups:
+            page = spec.page_size_bytes
+            size = page * self.num_blocks
+            config.kv_cache_tensors += [
+                KVCacheTensor(size, [name], layer_stride=size, block_stride=page)
+                for name in names
+            ]
+        return config
+
+
+def offloading_instance(stack: ExitStack, model, **settings) -> rig.Instance:
+    """An instance that offloads to host memory and loads from there."""
+    instance = _PlacedInstance(
+        model,
+        "kv_both",
+        block_size=BLOCK_SIZE,
+        kv_connector="SimpleCPUOffloadConnector",
+        kv_connector_extra_config={"cpu_bytes_to_use": 16 << 20},
+        **settings,
+    )
+    instance.transport = RealWorkers(instance)
+    instance.transport.carrier = KVChecksumCarrier.STORED
     stack.callback(instance.transport.close, instance)
     return instance
 

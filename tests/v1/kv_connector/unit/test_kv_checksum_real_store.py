@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that store in and load from a real Mooncake store, in one process.
+"""Instances that store in and load from a real Mooncake store or host memory.
 
-Real: schedulers, both sides of vLLM's connector with their threads and lookup channel,
+Real: schedulers, both sides of vLLM's connectors with their threads and lookup channel,
 `ActiveKVConnector`, the store. What is fake: the forward, and the events of a device.
 """
 
@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import Req
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     MooncakeStoreConnectorMetadata,
 )
-from vllm.v1.worker.cpu import shm
 
 SIZE = real.BLOCK_SIZE
 _numbers = count()
@@ -37,8 +36,8 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(store, model):
     """Two instances that share the store, both with checksums on."""
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "Event", shm._EventPlaceholder)
+    with ExitStack() as stack:
+        stack.enter_context(real.without_a_device())
         yield [real.storing_instance(stack, model, store) for _ in range(2)]
 
 
@@ -179,3 +178,57 @@ def test_what_is_only_loaded_keeps_the_entries_that_came_with_it(pair):
         for entry, h in zip(entries[behind], hashes[1:], strict=True)
     ]
     assert found == reference.by_blocks(units, SIZE)
+
+
+# ---- host memory
+
+
+@pytest.fixture(scope="module")
+def offloading(model):
+    if torch.cuda.is_available():
+        pytest.skip("with a device, vLLM has it copy the blocks")
+    with ExitStack() as stack:
+        stack.enter_context(real.without_a_device())
+        yield real.offloading_instance(stack, model)
+
+
+def host_copies(instance):
+    return instance.transport.worker.worker_handler.cpu_kv_caches
+
+
+def offload(instance, prompt):
+    """Compute a prompt and step until it is in host memory alone."""
+    ask_offloaded(instance, prompt)
+    end = time.monotonic() + 20
+    while not instance.scheduler.reset_prefix_cache():
+        assert time.monotonic() < end
+        instance.step()
+    instance.stats.clear()
+
+
+def ask_offloaded(instance, prompt):
+    request = instance.add(f"r{next(_numbers)}", prompt, None, max_tokens=2)
+    end = time.monotonic() + 20
+    while not request.is_finished():
+        assert time.monotonic() < end, request.status
+        instance.step()
+        time.sleep(0.001)
+
+
+def test_loads_from_host_memory_verify(offloading):
+    prompt = tokens(3 * SIZE + 5, 11)
+    offload(offloading, prompt)
+    ask_offloaded(offloading, prompt)
+    assert offloading.loads("verified") == offloading.stats["loads_started"] == 1
+    assert offloading.stats["blocks_compared"] == 3
+
+
+def test_a_damaged_copy_in_host_memory_is_a_mismatch_and_dropped(offloading):
+    prompt = tokens(3 * SIZE + 5, 12)
+    offload(offloading, prompt)
+    name = next(n for n in host_copies(offloading) if "kv_checksums" not in n)
+    host_copies(offloading)[name] ^= 1
+    ask_offloaded(offloading, prompt)
+    host_copies(offloading)[name] ^= 1
+    assert offloading.loads("mismatch") == 1
+    assert offloading.stats["stored_blocks_dropped"] == 3
