@@ -101,9 +101,7 @@ def test_every_value_ends_with_the_sum_of_its_block(pair, store):
     keys = keys_of(a, request)
     assert store.exist(keys) == [True] * 3
     hashes = request.block_hashes
-    found = [
-        entry_of(store.get(k), a, h) for k, h in zip(keys, hashes, strict=True)
-    ]
+    found = [entry_of(store.get(k), a, h) for k, h in zip(keys, hashes, strict=True)]
     assert found == sums_of(prompt)
     ask(b, prompt)
     assert b.loads("verified") == 1 and b.stats["blocks_compared"] == 3
@@ -118,9 +116,7 @@ def test_a_prompt_that_goes_on_from_a_loaded_one_is_stored_behind_it(pair, store
     assert b.loads("verified") == 1 and b.stats["blocks_compared"] == 2
     keys, hashes = keys_of(b, request), request.block_hashes
     assert store.exist(keys) == [True] * 5
-    found = [
-        entry_of(store.get(k), b, h) for k, h in zip(keys, hashes, strict=True)
-    ]
+    found = [entry_of(store.get(k), b, h) for k, h in zip(keys, hashes, strict=True)]
     assert found == sums_of(prompt)
     ask(a, prompt)
     assert a.loads("verified") == 1 and a.stats["blocks_compared"] == 3

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import kv_checksum_instances as rig
 import kv_checksum_real_workers as real
 import pytest
-import vllm
 from kv_checksum_instances import tokens
 from vllm.v1.engine import FinishReason
 
+import vllm
 from vllm.distributed.kv_transfer.kv_checksum import fault_damage
 from vllm.distributed.kv_transfer.kv_checksum.metrics import VERDICTS
 
