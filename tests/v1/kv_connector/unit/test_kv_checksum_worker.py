@@ -201,14 +201,15 @@ def test_each_replica_is_a_check_of_its_own(spec_kind):
 
 def test_several_caches_of_one_module_number_their_heads_one_after_another():
     main, extra = u.full_spec(heads=2), u.full_spec(heads=1, max_tp_shards=1)
-    a, b = u.random_cache(8, main, seed=1), u.random_cache(8, extra, seed=2)
-    caches = {"model.layers.3.attn": a, "model.layers.3.indexer": b}
-    group = UniformTypeKVCacheSpecs(
-        block_size=16,
-        kv_cache_specs={"model.layers.3.attn": main, "model.layers.3.indexer": extra},
-    )
+    specs = {"attn": main, "indexer": extra, "proxy": main, "router": extra}
+    specs = {f"model.layers.3.{name}": spec for name, spec in specs.items()}
+    caches = {
+        name: u.random_cache(8, spec, seed=seed)
+        for seed, (name, spec) in enumerate(specs.items())
+    }
+    group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
     w = u.worker(u.config(8, (caches, group)), caches)
-    merged = {3: torch.cat([a, b], dim=1)}
+    merged = {3: torch.cat([*caches.values()], dim=1)}
     got = u.values_of(u.send_record(w, BLOCKS))
     assert got == u.expected_sums(merged, [5, 2, 7], 1, 57)
 
