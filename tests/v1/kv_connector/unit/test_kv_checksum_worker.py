@@ -225,7 +225,32 @@ def test_kv_sharing_counts_once_under_the_lowest_name():
     assert a.fingerprints == b.fingerprints
 
 
+def test_another_cache_that_begins_at_the_same_address_counts():
+    """Only what is the same in shape and strides is one cache under two names."""
+    few, many = u.full_spec(heads=2), u.full_spec(heads=4)
+    memory = u.random_cache(8, many)
+    specs = dict(zip(u.names(0, 1, 2), (few, many, many), strict=True))
+    by_token = memory.as_strided((8, 4, 16, 16), (1024, 16, 64, 1))
+    views = memory[:, :2], memory, by_token
+    caches = dict(zip(specs, views, strict=True))
+    assert len({cache.data_ptr() for cache in views}) == 1
+    group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    w = u.worker(u.config(8, (caches, group)), caches)
+    got = u.values_of(u.send_record(w, BLOCKS))
+    assert got == u.expected_sums(dict(enumerate(views)), [5, 2, 7], 1, 57)
+
+
 # ---- what is skipped
+
+
+def test_a_host_resident_group_is_skipped():
+    """HiSparse: what its layers' caches show is not where its KV is."""
+    spec = u.full_spec()
+    caches = named(layer_caches(spec))
+    cfg = u.config(8, (caches, spec))
+    cfg.kv_cache_groups[0].host_resident = True
+    w = u.worker(cfg, caches)
+    assert not w.groups and Skipped.of(w.skipped[0]) is Skipped.HOST_RESIDENT
 
 
 def mamba_spec():
