@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumRecord,
     KVChecksumScheduled,
 )
+from vllm.distributed.kv_transfer.kv_checksum.checksum import replica_checks
 from vllm.distributed.kv_transfer.kv_checksum.offload import BlockRun
 from vllm.distributed.kv_transfer.kv_checksum.pending import NotComparable, Pending
 from vllm.distributed.kv_transfer.kv_checksum.stored_loads import compare_stored
@@ -130,6 +131,18 @@ def test_a_worker_that_reports_part_of_its_groups(model, transport, side):
     load(p, d, 50)
     reason = {"p": "no_payload", "d": "other_blocks"}[side]
     assert d.stats[f"unverified:{reason}"] == d.loads("unverified") == 1
+
+
+def test_copies_of_other_blocks_are_not_added_up():
+    """As many of them, from another position on."""
+    values = np.ones((3, 1), np.uint64)
+    one, two = ((1, 0), 0), ((2, 0), 1)
+    parts = {key: KVChecksumGroup(at, (key,), values[:, 0]) for key, at in (one, two)}
+    parts[2, 1] = parts[2, 0]
+    with pytest.raises(ValueError, match="different blocks"):
+        replica_checks(parts)
+    parts[1, 0].start = 1
+    assert [check.tolist() for check in replica_checks(parts)] == [[2] * 3] * 2
 
 
 @pytest.mark.parametrize("lost", ["checksums", "fingerprints", "stored"])

@@ -83,6 +83,19 @@ def test_any_tp_size_and_conv_layout_gives_the_unsharded_value(name, tp, conv_la
     assert workers[0].groups[0].block_size == 1
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_states_of_another_dtype_have_another_fingerprint(split, conv_layout):
+    """Elements of one width: what differs is what their bits mean."""
+    changes = {} if split else dict(state_splits=None)
+    seen = set()
+    for first in (torch.bfloat16, torch.float16, torch.int16):
+        dtypes = (first, DTYPES[1])
+        changed = dict(changes, dtypes=dtypes)
+        (worker,) = workers_of(FAMILIES["mamba1"], conv_layout, 1, **changed)
+        seen.add(worker.groups[0].fingerprint)
+    assert len(seen) == 3
+
+
 def test_conv_layouts_have_one_fingerprint(monkeypatch):
     family, prints = FAMILIES["gated delta net"], set()
     for layout in ("SD", "DS"):
