@@ -92,15 +92,22 @@ def test_an_indexer_whose_blocks_are_not_dense_is_skipped():
 
 
 @pytest.mark.parametrize(
-    ("shuffled", "bound", "reason"),
+    ("shuffled", "bound", "rocm", "reason"),
     [
-        (False, (8, 16, 132), None),
-        (True, (8, 16, 132), "shuffled"),
-        (False, (16, 8, 132), "kernel blocks"),
+        (False, (8, 16, 132), False, None),
+        (True, (8, 16, 132), False, "shuffled"),
+        (False, (8, 16, 132), True, "shuffled"),
+        (False, (16, 8, 132), False, "kernel blocks"),
     ],
 )
-def test_indexers_in_another_order_are_known_by_their_layer(shuffled, bound, reason):
-    """A packed layout shows whole blocks here, while writers fill kernel blocks."""
+def test_indexers_in_another_order_are_known_by_their_layer(
+    shuffled, bound, rocm, reason, monkeypatch
+):
+    """A packed layout shows whole blocks here, while writers fill kernel blocks.
+
+    ROCm's writers shuffle without saying so.
+    """
+    monkeypatch.setattr(type(formats.current_platform), "is_rocm", lambda self: rocm)
     layer = SimpleNamespace(
         uses_shuffled_layout=shuffled,
         kv_cache=torch.empty(bound),

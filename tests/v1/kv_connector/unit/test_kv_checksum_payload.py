@@ -4,6 +4,7 @@
 import base64
 import struct
 import tracemalloc
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -207,6 +208,26 @@ def test_text_with_a_foreign_character_is_no_payload(foreign):
     for at in (0, 4, 7):
         with pytest.raises(ValueError, match="no base64"):
             wire.decode_text(text[:at] + foreign + text[at:])
+
+
+def test_text_that_is_too_long_is_not_decoded():
+    text = "A" * 2**25
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="too long"):
+        wire.decode_text(text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("params", [None, "text", 7, [1], ("do_remote_decode",), True])
+def test_parameters_that_are_no_mapping_are_none(params):
+    """Clients can send anything."""
+    request = SimpleNamespace(kv_transfer_params=params)
+    assert wire.transfer_params(request) == {}
+    assert wire.take_text(request) is None
+    carrier = wire.KVChecksumCarrier.CONNECTOR
+    assert carrier.of_request(request, False) is None
 
 
 @pytest.mark.parametrize("value", [msgspec.Raw, dict[str, int]])

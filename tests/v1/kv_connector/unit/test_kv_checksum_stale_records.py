@@ -133,6 +133,24 @@ def test_a_worker_that_reports_part_of_its_groups(model, transport, side):
     assert d.stats[f"unverified:{reason}"] == d.loads("unverified") == 1
 
 
+@pytest.mark.parametrize("side", ["p", "d"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_worker_that_summed_another_number_of_tokens(model, transport, side, change):
+    """One TP rank of two: both summed the same blocks, but not the same slots."""
+    p, d = pair(model, tp=2, transport=transport)
+
+    def miscount(reports):
+        output = reports[1].kv_checksums or KVChecksumOutput([])
+        for record in output.finalize():
+            for req_id in record.num_tokens:
+                record.num_tokens[req_id] += change
+
+    {"p": p, "d": d}[side].on_reports = miscount
+    load(p, d, 50)
+    reason = {"p": "no_payload", "d": "other_blocks"}[side]
+    assert d.stats[f"unverified:{reason}"] == d.loads("unverified") == 1
+
+
 def test_copies_of_other_blocks_are_not_added_up():
     """As many of them, from another position on."""
     values = np.ones((3, 1), np.uint64)
