@@ -21,6 +21,7 @@ class Hybrid(rig.Instance):
         scratch: speculative scratch blocks per request.
         splits: whether the layers tell how TP splits their states.
         tokens: whether there are attention layers at all.
+        states_last: whether the last PP stage holds all states.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class Hybrid(rig.Instance):
         family="mamba2, 1 group",
         splits=True,
         tokens=True,
+        states_last=False,
         **settings,
     ):
         self.mode, self.family, self.splits = mode, FAMILIES[family], splits
         self.family_name = family
         self.scratch, self.tokens = scratch, tokens
+        self.states_last = states_last
         self.state_size = settings.get("block_size", 16) if mode == "align" else 2048
         self.states = {}
         super().__init__(model, role, **settings)
@@ -78,7 +81,8 @@ class Hybrid(rig.Instance):
     def caches_of(self, stage, rank):
         caches = super().caches_of(stage, rank) if self.tokens else {}
         for i, n in enumerate(STATE_LAYERS):
-            if i * self.pp // len(STATE_LAYERS) == stage:
+            where = i * self.pp // len(STATE_LAYERS)
+            if stage == (self.pp - 1 if self.states_last else where):
                 caches[u.names(n)[0]] = self.pages[n, rank]
         return caches
 

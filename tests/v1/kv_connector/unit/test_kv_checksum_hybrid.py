@@ -109,6 +109,26 @@ def test_states_without_a_known_split_need_equal_tp(model, d_tp, caplog):
     assert len(said) == (left_out > 0)
 
 
+def test_one_stage_with_states_is_enough_to_need_equal_tp(model):
+    """Workers of the other stages have no layers of the group."""
+    split = dict(tp=2, pp=2, states_last=True)
+    p, d = pair(model, None, split, splits=False)
+    load(p, d, 100)
+    assert d.loads("verified") == d.stats["left_out:tp_sizes"] == 1
+    assert d.stats["blocks_compared"] == 7
+
+
+def test_a_group_that_one_rank_skips_is_not_left_out_for_its_tp_size(model):
+    """P summed it: that nobody compares it is said of the load."""
+    p, d = pair(model, None, dict(tp=2), splits=False)
+    worker = d.workers[-1]
+    worker.skipped[1] = "state_split: for the test"
+    del worker.groups[1]
+    load(p, d, 100)
+    assert d.loads("unverified") == d.stats["unverified:one_side_only"] == 1
+    assert "left_out:tp_sizes" not in d.stats
+
+
 @pytest.mark.parametrize(("d_tp", "outcome"), [(1, "verified"), (2, "unverified")])
 def test_a_model_of_states_alone(model, d_tp, outcome):
     p, d = pair(model, None, dict(tp=d_tp), splits=False, tokens=False)

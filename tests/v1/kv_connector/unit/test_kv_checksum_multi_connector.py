@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
-from vllm.distributed.kv_transfer.kv_checksum import enable
+from vllm.distributed.kv_transfer.kv_checksum import enable, multi_connector
 
 STORED = 48
 """Tokens that the store offers to requests of its own."""
@@ -234,3 +234,15 @@ def test_fail_closed_refuses_a_connector_whose_loads_nobody_checks(model, order)
         )
     assert "FakeStore neither carries nor stores KV checksums" in str(error.value)
     assert "or take FakeStore out" in str(error.value)
+
+
+def test_a_send_goes_with_the_first_connector_that_has_a_carrier():
+    """The one that a request's KV goes with, where several could move it."""
+
+    def child(carrier):
+        return SimpleNamespace(kv_checksum_carrier=lambda request, receiving: carrier)
+
+    none, one, two = child(None), child("first"), child("second")
+    assert multi_connector.send_route([none, one, two], None) == (one, "first")
+    assert multi_connector.send_route([two, none, one], None) == (two, "second")
+    assert multi_connector.send_route([none], None) == (None, None)

@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -487,11 +488,11 @@ def cfg(*specs):
     return u.config(20, *((u.names(n), s) for n, s in enumerate(specs)))
 
 
-def settings(enabled=True, dcp=1, executor="mp", **extra):
+def settings(enabled=True, dcp=1, executor="mp", pcp=1, **extra):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=dcp,
-            prefill_context_parallel_size=1,
+            prefill_context_parallel_size=pcp,
             world_size=2,
             distributed_executor_backend=executor,
         ),
@@ -501,9 +502,19 @@ def settings(enabled=True, dcp=1, executor="mp", **extra):
     )
 
 
-WINDOW = SlidingWindowSpec(
-    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=32
+SHAPE = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
+SINK = SinkFullAttentionSpec(**SHAPE, sink_len=4)
+MIXED = UniformTypeKVCacheSpecs(
+    block_size=16, kv_cache_specs={"a": u.full_spec(), "b": WINDOW}
 )
+
+
+def hidden_in_part():
+    """HiSparse keeps some layers' KV in host memory."""
+    made = cfg(u.full_spec())
+    made.hisparse_host_num_blocks = 5
+    return made
 
 
 @pytest.mark.parametrize(
@@ -516,8 +527,16 @@ WINDOW = SlidingWindowSpec(
         (settings(store_tp_size=2), cfg(u.full_spec()), "between TP sizes"),
         (settings(custom_mem_pool="x"), cfg(u.full_spec()), "custom memory pool"),
         (settings(), cfg(u.full_spec(), WINDOW), "SlidingWindowSpec"),
+        (settings(), cfg(SINK), "SinkFullAttentionSpec"),
+        (settings(), cfg(MIXED), "SlidingWindowSpec"),
+        (settings(enable_store_tp_lcm=True), cfg(u.full_spec()), "between TP sizes"),
+        (settings(), hidden_in_part(), "host-resident in part"),
+        (settings(pcp=2), cfg(u.full_spec()), "context parallelism"),
     ],
-    ids=["stored", "off", "dcp", "launcher", "shared", "pool", "window"],
+    ids=[
+        *("stored", "off", "dcp", "launcher", "shared", "pool", "window"),
+        *("sink", "mixed", "lcm", "host", "pcp"),
+    ],
 )
 def test_when_mooncake_stores_checksums(config, groups, reason):
     found = mooncake_store.why_not_stored(config, groups)

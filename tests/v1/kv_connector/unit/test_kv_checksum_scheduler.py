@@ -93,6 +93,19 @@ def test_a_flipped_bit_is_seen(model, transport, mode, d_split, log):
     assert not any(d.tables().values())
 
 
+def test_the_reason_of_a_failed_request_is_not_the_next_one_s(model, transport):
+    """A client may use its id again."""
+    p, d = pair(model, None, MODES["fail"], transport=transport)
+    d.damage = flip_bit
+    assert error_of(load(p, d, 100)[1]).startswith("KV checksum mismatch")
+    d.damage = lambda d, req_id, ids: None
+    d.scheduler.reset_prefix_cache()
+    params = rig.prefill(p, "p-again", tokens(100))
+    out = d.run(d.add("r", tokens(100), params, max_tokens=2), p)
+    assert out.finish_reason == FinishReason.LENGTH and out.error is None
+    assert not d.scheduler.kv_checksum._errors
+
+
 def test_recompute_leaves_right_kv(model, transport):
     p, d = pair(model, None, MODES["recompute"], transport=transport)
     d.damage = flip_bit

@@ -462,6 +462,13 @@ def test_a_send_is_summed_once_in_its_step():
     assert w.post_forward(None, set(), set()) is None
 
 
+def test_a_send_of_a_step_that_never_ended_is_not_summed_in_the_next():
+    w = two_group_worker()
+    w.bind(KVChecksumScheduled(reqs_to_send={"r": BLOCKS}))
+    w.bind(None)
+    assert w.post_forward(None, set(), set()) is None
+
+
 def test_deferred_sends_are_summed_behind_the_drafter():
     w = two_group_worker()
     w.bind(KVChecksumScheduled(reqs_to_send={"r": BLOCKS}))
