@@ -481,6 +481,17 @@ def test_nobody_checks_loads_from_other_tiers(model, sources):
     assert not {VERIFIED, MISMATCH, UNVERIFIED} & set(b.stats)
 
 
+@pytest.mark.parametrize("others", [set(), {CacheHitSource.DISK}], ids=len)
+def test_a_load_is_checked_if_every_tier_that_it_comes_from_is(model, others):
+    ask(store.StoringInstance(model))
+    b = store.StoringInstance(model)
+    tiers = dict.fromkeys({*b.store.sources, *others}, 48)
+    b.store.get_external_cache_hit_sources = lambda request, number: tiers
+    ask(b)
+    assert b.stats.get("unverified:no_carrier", 0) == len(others)
+    assert b.stats.get(VERIFIED, 0) == 1 - len(others)
+
+
 # ---- Mooncake store
 
 
