@@ -554,6 +554,22 @@ def test_when_mooncake_stores_checksums(config, groups, reason):
     assert found is None if reason is None else reason in found
 
 
+def test_a_worker_that_lends_memory_alone_stores_nothing():
+    """It has no caches to sum, and no databases of keys."""
+    lending = SimpleNamespace(_capacity_only=True)
+    made = mooncake_store.create_mooncake_store_checksums(lending, None, None)
+    assert made is None
+
+
+def test_a_load_of_values_without_checksums_says_so():
+    loads = StoredLoads(None, cfg(u.full_spec()), 16)
+    request = SimpleNamespace(request_id="r", block_hashes=HASHES)
+    blocks = KVChecksumBlocks(32, {0: (0, [1, 2])}, stored=True)
+    record = KVChecksumRecord(0, 0, {"r": {}}, num_tokens={"r": 32})
+    verdict = loads.judge(request, blocks, [record])
+    assert verdict.reason is Unverified.NO_PAYLOAD
+
+
 class Keys:
     """Stands for a store: which keys it was asked to remove, and its answers."""
 

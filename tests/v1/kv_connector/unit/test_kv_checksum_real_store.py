@@ -8,6 +8,7 @@ Real: schedulers, both sides of vLLM's connectors with their threads and lookup 
 import time
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 
 import kv_checksum_instances as rig
 import kv_checksum_real_workers as real
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from kv_checksum_instances import tokens
-from rig.mooncake_store import MooncakeStore
+from rig.mooncake_store import MooncakeStore, key
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
     MooncakeStoreConnectorMetadata,
@@ -94,13 +95,14 @@ def sums_of(prompt) -> list[int]:
     return reference.by_blocks(units, SIZE)
 
 
-def test_every_value_ends_with_the_sum_of_its_block(pair, store):
+def test_every_value_ends_with_the_sum_of_its_block(pair, store, model):
     a, b = pair
     prompt = tokens(3 * SIZE + 5, 1)
     request = ask(a, prompt)
     keys = keys_of(a, request)
-    assert store.exist(keys) == [True] * 3
     hashes = request.block_hashes
+    assert keys == [key(Path(model), 0, h) for h in hashes]
+    assert store.exist(keys) == [True] * 3
     found = [entry_of(store.get(k), a, h) for k, h in zip(keys, hashes, strict=True)]
     assert found == sums_of(prompt)
     ask(b, prompt)
@@ -174,6 +176,17 @@ def test_what_is_only_loaded_keeps_the_entries_that_came_with_it(pair):
         for entry, h in zip(entries[behind], hashes[1:], strict=True)
     ]
     assert found == reference.by_blocks(units, SIZE)
+
+
+def test_blocks_without_a_hash_yet_are_not_filled_in(pair):
+    a, _ = pair
+    entries = a.workers[0].init_block_checksums([0])
+    ids = [160, 161, 162]
+    entries[ids] = 7
+    hashes = [bytes([i]) * 32 for i in (1, 2)]
+    request = ReqMeta("r", 3 * SIZE, (ids,), hashes, can_save=True)
+    worker_of(a).kv_checksums.save([request])
+    assert [entry == 7 for entry in entries[ids].tolist()] == [False, False, True]
 
 
 # ---- host memory
