@@ -149,6 +149,27 @@ def test_an_entry_is_of_every_layer_whatever_its_replicas():
     assert found.tolist() == [sum(pair) % 2**64 for pair in zip(*parts, strict=True)]
 
 
+def test_two_stores_and_a_group_of_another_stage():
+    """Each store names its groups; blocks of a group without layers here are passed."""
+    kv = {g: u.random_cache(20, u.full_spec(), seed=g) for g in (0, 1)}
+    names = u.names(0, 1)
+    groups = [([name], u.full_spec()) for name in names]
+    cfg = u.config(20, *groups, ([], u.full_spec()))
+    worker = u.worker(cfg, dict(zip(names, kv.values(), strict=True)))
+    for group_ids in ([0], [1], [2]):
+        entries = worker.init_block_checksums(group_ids)
+    ids = {0: [3, 4], 1: [5, 6], 2: [7, 8]}
+    worker.save_block_checksums([BlockRun(g, 0, i, HASHES[:2]) for g, i in ids.items()])
+    assert entries[ids[2]].tolist() == [0, 0]
+    blocks = KVChecksumBlocks(32, {g: (0, i) for g, i in ids.items()}, stored=True)
+    worker.bind(KVChecksumScheduled(reqs_to_load={"r": blocks}))
+    (record,) = worker.post_forward({"r"}, set(), set()).finalize()
+    found = {g: values.tolist() for g, values in record.stored["r"].items()}
+    assert found == {
+        g: entries[ids[g]].numpy().view(np.uint64).tolist() for g in (0, 1)
+    }
+
+
 def test_saving_needs_entries_and_entries_need_a_summed_group():
     (worker,) = workers_of(caches()[1])
     with pytest.raises(ValueError, match="init_block_checksums was not called"):
