@@ -127,7 +127,7 @@ def _draw(tally: Tally, groups: list[Group], p: Split, d: Split) -> None:
 
 
 def _draw_load(random: Generator, number: int, p_size: int, d_size: int) -> Load:
-    """Draw a load: D's local tokens are whole blocks, and it may load fewer than all."""
+    """Draw a load: D's local tokens are whole blocks, and it may load a part."""
     large = max(p_size, d_size)
     step = max(d_size, compared_size(p_size, d_size))
     if random.random() < 0.2:

@@ -113,7 +113,7 @@ def test_every_value_ends_with_the_sum_of_its_block(pair, store, model):
 
 
 def test_a_prompt_that_goes_on_from_a_loaded_one_is_stored_behind_it(pair, store):
-    """One instance loads a prompt's beginning and stores the rest; another loads all."""
+    """One instance loads a beginning and stores the rest; another loads all."""
     a, b = pair
     prompt = tokens(5 * SIZE + 5, 2)
     ask(a, prompt[: 2 * SIZE + 5])
@@ -144,7 +144,7 @@ def test_a_damaged_value_is_removed_and_the_lookups_behind_it_are_answered(pair,
 
 
 def test_what_is_only_loaded_keeps_the_entries_that_came_with_it(pair):
-    """In a step that also stores: entries of the one are filled in, of the other not."""
+    """In a step that also stores: only the one's entries are filled in."""
     a, _ = pair
     worker, sums = worker_of(a), a.workers[0]
     entries = sums.init_block_checksums([0])

@@ -54,7 +54,7 @@ def names(*numbers: int, suffix="self_attn.attn") -> list[str]:
 
 
 def config(num_blocks, *groups, kept=()) -> KVCacheConfig:
-    """A config of ``(layer names, spec)`` groups; those in `kept` no connector moves."""
+    """A config of ``(layer names, spec)`` groups; no connector moves those `kept`."""
     made = [KVCacheGroupSpec(list(n), spec) for n, spec in groups]
     for group_id in kept:
         made[group_id].enable_kv_transfer = False
