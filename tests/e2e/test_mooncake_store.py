@@ -6,6 +6,7 @@ damaged by a real client of the store.
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
@@ -427,3 +428,40 @@ def test_a_rank_that_declines_stored_checksums_declines_them_for_all(
     assert f"MooncakeStoreConnector stores no KV checksums: {reason}" in log
     assert log.count(f"Loads from the Mooncake store are not checked: {reason}") == 2
     assert "are verified, stored" not in log and "store are checked" not in log
+
+
+@pytest.fixture(scope="module")
+def deep_model():
+    """A model of as many layers as a model of a few billion parameters."""
+    return tiny_qwen3("float32", heads=1, kv_heads=1, layers=36)
+
+
+def test_a_load_of_more_parts_than_mooncake_queues_by_default_is_verified(
+    forks, deep_model, hashes, tmp_path
+):
+    """A request of 240 blocks and 36 layers is 8,640 transfers, all to one peer."""
+    common = dict(
+        model=deep_model,
+        dtype="float32",
+        fork_server=forks,
+        transfer=CHECKED,
+        args=(
+            *("--max-model-len", "8192", "--kv-cache-memory-bytes", str(192 << 20)),
+            *("--hf-overrides", json.dumps({"max_position_embeddings": 8192})),
+        ),
+    )
+    prompt = random_prompt("deep", 240 * BLOCK + 7)
+    with MooncakeStore(tmp_path, lent=0, segment=192 << 20) as store:
+        a = store.instance("deep-a", "kv_producer", **common)
+        b = store.instance("deep-b", "kv_consumer", **common)
+        with ExitStack() as stack:
+            stack.enter_context(serving(a))
+            expected = text(a, prompt)
+            store.wait_for([key(deep_model, 0, h) for h in hashes(prompt)])
+            # What B lends comes too late for these values: all are A's.
+            stack.enter_context(serving(b))
+            assert text(b, prompt) == expected
+            assert counts(b) == {**NONE, "verified": 1}
+            assert b.metric("vllm:kv_checksum_blocks_compared_total") == 240
+            assert external_tokens(b) == 240 * BLOCK
+    assert "Failed to get" not in b.log_text()

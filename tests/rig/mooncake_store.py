@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from rig import processes
-from rig.servers import HOST, Server, free_port
+from rig.servers import ENVIRONMENT, HOST, Server, free_port
 
 SEGMENT = 48 << 20
-"""Bytes that every instance lends to the store."""
+"""Bytes that a client of the store lends to it."""
 
 
 class MooncakeStore:
@@ -28,12 +28,17 @@ class MooncakeStore:
         log_dir: where the master's log goes.
         flags: further flags of the master.
         lent: bytes that the client lends to the store.
+        segment: bytes that every instance lends to it.
     """
 
     def __init__(
-        self, log_dir: Path, flags: Sequence[str] = (), lent: int = SEGMENT
+        self,
+        log_dir: Path,
+        flags: Sequence[str] = (),
+        lent: int = SEGMENT,
+        segment: int = SEGMENT,
     ) -> None:
-        self._flags, self._lent = flags, lent
+        self._flags, self._lent, self._segment = flags, lent, segment
         self._port, self._metrics_port = free_port(), free_port()
         self._log_dir = log_dir
         self._config = log_dir / "mooncake.json"
@@ -83,13 +88,13 @@ class MooncakeStore:
             "protocol": "tcp",
             "device_name": "",
             "mode": "embedded",
-            "global_segment_size": SEGMENT,
+            "global_segment_size": self._segment,
             "local_buffer_size": SEGMENT,
         }
 
     def _connect(self, timeout: float = 15) -> None:
         """Connect a client that lends memory itself: what it puts outlives the instances."""
-        os.environ["MC_FORCE_TCP"] = "1"
+        os.environ |= {k: v for k, v in ENVIRONMENT.items() if k.startswith("MC_")}
         from mooncake.store import MooncakeDistributedStore
 
         until = time.monotonic() + timeout
@@ -127,7 +132,6 @@ class MooncakeStore:
             transfer={"kv_connector_extra_config": options, **(transfer or {})},
             env={
                 "MOONCAKE_CONFIG_PATH": str(self._config),
-                "MC_FORCE_TCP": "1",
                 **(env or {}),
             },
             **kwargs,

@@ -42,6 +42,10 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": HOST,
     "GLOO_SOCKET_IFNAME": "lo",
     "MC_FORCE_TCP": "1",
+    # Mooncake's queues of TCP transfers: the default is shorter than one long load.
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
     "PYTHONHASHSEED": "0",
     "KV_CHECKSUM_RIG_LOADED": "1",
     "VLLM_CACHE_ROOT": str(CACHE / "vllm-cache"),
