@@ -65,11 +65,13 @@ def consumer(
     *,
     drill: bool = True,
     faults: Mapping[str, Any] = FAULTS,
+    role: str = "kv_consumer",
     **kwargs: Any,
 ) -> Server:
     """A decode instance with checksums on, in one of `MODES`.
 
-    With `drill`, its connector damages the loads that `faults` names.
+    With `drill`, its connector damages the loads that `faults` names. With the role
+    "kv_both" it prefills for others, too.
     """
     connector = kwargs.setdefault("connector", CONNECTORS["nixl_pull"])
     transfer: dict[str, Any] = {"enable_kv_checksum": True, **MODES[mode]}
@@ -82,7 +84,7 @@ def consumer(
         transfer["kv_connector"] = "KVChecksumFaultDrill"
         transfer["kv_connector_module_path"] = DRILL
         transfer["kv_connector_extra_config"] = {"kv_checksum_fault_drill": options}
-    return Server(name, "kv_consumer", model=model, transfer=transfer, **kwargs)
+    return Server(name, role, model=model, transfer=transfer, **kwargs)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

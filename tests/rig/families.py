@@ -109,8 +109,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# With two groups TP 2 shards B and C as well.
-RECIPES["granite4_h_2_groups"] = RECIPES["granite4_h"] | {"mamba_n_groups": 2}
+# With several groups TP 2 shards B and C as well.
+RECIPES["granite4_h_8_groups"] = RECIPES["granite4_h"] | {"mamba_n_groups": 8}
 
 
 def tiny(family: str, dtype: str = "bfloat16", *, cache: Path = CACHE) -> Path:

@@ -1,0 +1,168 @@
+"""Hybrids of states and attention whose two sides split them over unequally many TP ranks.
+
+Each pair of servers takes both sides in turn: what is prefilled on two ranks is decoded on
+one, and the reverse. Over NIXL, by pull and by push.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from rig.families import tiny
+from rig.servers import Server, serving
+
+from e2e import pairs
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 8
+LENGTHS = (33, 100, 300)
+
+CARRIERS = ["nixl_pull", "nixl_push"]
+DIRECTIONS = [(2, 1), (1, 2)]
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """How a hybrid is served, and which KV cache groups hold what.
+
+    Attributes:
+        states: the groups of state layers.
+        attention: the group of attention layers.
+        same_text: whether decode gives what prefill gives at another TP size.
+    """
+
+    states: tuple[int, ...]
+    attention: int
+    dtype: str = "float32"
+    args: tuple[str, ...] = ("--no-enable-prefix-caching",)
+    same_text: bool = True
+
+    @property
+    def faults(self) -> dict[str, dict[str, object]]:
+        """One bit, by the beginning of the request id."""
+        return {
+            "state-": {"kind": "bit_flip", "group": self.states[0]},
+            "attention-": {"kind": "bit_flip", "group": self.attention},
+        }
+
+
+HYBRIDS = {
+    "granite4_h": Hybrid((0, 1), 2),
+    "granite4_h_8_groups": Hybrid((0, 1), 2),
+    # vLLM's CPU kernel takes bf16 alone, whose rounding changes the text.
+    "qwen3_next": Hybrid((0, 1, 2), 3, dtype="bfloat16", args=(), same_text=False),
+}
+
+
+@dataclass
+class Sides:
+    """Two servers of one model, by their TP size."""
+
+    hybrid: Hybrid
+    carrier: str
+    of: dict[int, Server]
+
+
+def server(forks, name, carrier, tp, mode, role="kv_both"):
+    hybrid = HYBRIDS[name]
+    return pairs.consumer(
+        f"hybrid-{name}-{carrier}-tp{tp}-{mode}",
+        tiny(name, hybrid.dtype),
+        mode,
+        faults=hybrid.faults,
+        role=role,
+        connector=pairs.CONNECTORS[carrier],
+        tp=tp,
+        dtype=hybrid.dtype,
+        args=hybrid.args,
+        # vLLM sets it for NIXL by name, not for the drill.
+        env={"VLLM_SSM_CONV_STATE_LAYOUT": "DS"},
+        fork_server=forks,
+    )
+
+
+def sides(forks, name, carrier, mode):
+    both = {tp: server(forks, name, carrier, tp, mode) for tp in (1, 2)}
+    with serving(*both.values()):
+        yield Sides(HYBRIDS[name], carrier, both)
+
+
+@pytest.fixture(scope="module", params=CARRIERS)
+def one_group(request, forks):
+    yield from sides(forks, "granite4_h", request.param, "recompute")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(n, c) for n in ("granite4_h_8_groups", "qwen3_next") for c in CARRIERS],
+    ids="-".join,
+)
+def split(request, forks):
+    yield from sides(forks, *request.param, "fail")
+
+
+def mismatch_of(d, request_id):
+    """The one line of D's log that tells of this request's mismatch."""
+    (line,) = [
+        x
+        for x in d.log_text().splitlines()
+        if "KV checksum mismatch" in x and request_id in x
+    ]
+    return line
+
+
+def assert_the_states_alone_differ(d, request_id, states):
+    line = mismatch_of(d, request_id)
+    for group in states:
+        assert f" group {group}: 1 of 1 blocks differ" in line
+    assert line.count("blocks differ") == len(states)
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), DIRECTIONS)
+def test_states_that_are_split_over_ranks_are_verified(split, p_tp, d_tp):
+    p, d = split.of[p_tp], split.of[d_tp]
+    for seed, length in enumerate(LENGTHS):
+        prompt = pairs.prompt_of(length, 40 + 10 * p_tp + seed)
+        asked = pairs.ask(p, d, prompt, MAX_TOKENS)
+        assert asked.counted == {"verified": 1}
+        assert asked.external_tokens >= length - 1
+        if split.hybrid.same_text:
+            expected = pairs.reference_texts(p, [prompt], MAX_TOKENS)
+            assert [pairs.text_of(asked.answer)] == expected
+    for prefix, fault in split.hybrid.faults.items():
+        prompt, request_id = pairs.prompt_of(150, 50 + p_tp), f"{prefix}{p_tp}{d_tp}"
+        asked = pairs.ask(p, d, prompt, MAX_TOKENS, request_id)
+        assert asked.answer.status_code == 500
+        assert asked.counted == {"mismatch": 1}
+        assert f", group {fault['group']}: 1 of " in mismatch_of(d, request_id)
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), DIRECTIONS)
+def test_vllms_own_corruption_of_replicated_b_and_c_is_a_mismatch(
+    one_group, p_tp, d_tp
+):
+    """Nothing is injected: NIXL splits B and C of a single Mamba2 group over TP ranks,
+    though every rank holds them whole, and the consumer's states are wrong."""
+    p, d = one_group.of[p_tp], one_group.of[d_tp]
+    for length in LENGTHS:
+        prompt, request_id = pairs.prompt_of(length, 60 + p_tp), f"whole-{p_tp}{length}"
+        expected = pairs.reference_texts(p, [prompt], MAX_TOKENS)
+        asked = pairs.ask(p, d, prompt, MAX_TOKENS, request_id)
+        assert asked.counted == {"mismatch": 1}
+        assert_the_states_alone_differ(d, request_id, one_group.hybrid.states)
+        assert [pairs.text_of(asked.answer)] == expected
+
+
+def test_served_as_loaded_that_corruption_changes_the_text(forks, one_group):
+    """What the mismatches are for: without checksums, or fail-open, answers are wrong."""
+    p = one_group.of[2]
+    name = "granite4_h"
+    d = server(forks, name, one_group.carrier, 1, "fail-open", "kv_consumer")
+    with serving(d):
+        prompts = [pairs.prompt_of(length, 70) for length in LENGTHS]
+        asked = [pairs.ask(p, d, prompt, MAX_TOKENS) for prompt in prompts]
+        assert [x.counted for x in asked] == [{"mismatch": 1}] * len(prompts)
+        expected = pairs.reference_texts(p, prompts, MAX_TOKENS)
+        assert [pairs.text_of(x.answer) for x in asked] != expected
