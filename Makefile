@@ -18,7 +18,7 @@ help:
 	@echo "make test-base  the unit tests on another supported vLLM (BASE=0.32.0)"
 	@echo "make test-upstream  vLLM's own tests: what passes on stock passes on the patched tree"
 	@echo "            (downloads vLLM's source distribution; half an hour and more)"
-	@echo "make bench  what the checks cost: summing KV, and the code on the host"
+	@echo "make bench  what the checks cost: summing KV, the code on the host, and loads from a store"
 	@echo "make campaign  a million damaged blocks, and the table of outcomes (N=blocks)"
 	@echo "make mutants  one-line breaks of the feature: every one must fail a unit test"
 	@echo "            (IDS='S01 U02' runs these alone; all take hours)"
@@ -63,6 +63,8 @@ fuzz: env
 bench: env
 	$(BIN)/python benchmarks/kernels/benchmark_kv_checksum.py
 	$(BIN)/python benchmarks/benchmark_kv_checksum_host.py
+	$(BIN)/python benchmarks/benchmark_kv_checksum_store_step.py
+	$(BIN)/python benchmarks/benchmark_kv_checksum_store.py
 
 campaign: env
 	$(BIN)/python benchmarks/fault_campaign.py --n $(N)

@@ -4,7 +4,8 @@
 Each step is printed in microseconds and as a multiple of one NumPy pass (an
 addition) over the request's 8-byte values. Then what `Scheduler._update_after_schedule`
 takes in a step in which every running request decodes: of stock vLLM, with checksums
-off, and on, where it calls `after_schedule`.
+off, and on, where it calls `after_schedule`. Last, some sizes of prompts and blocks,
+each beside a plain Python loop that does the same.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_checksum.binding import (  # noqa: E402
 )
 from vllm.distributed.kv_transfer.kv_checksum.blocks import Units  # noqa: E402
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (  # noqa: E402
+    MASK64,
     KVChecksumBlocks,
     KVChecksumGroup,
     KVChecksumRecord,
@@ -86,6 +89,39 @@ def records_of(units: int, replicas: int) -> list[KVChecksumRecord]:
     ]
 
 
+def one_group(size: int) -> Any:
+    """The KV cache groups of a model of full attention."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(
+        block_size=size, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
+    )
+    return SimpleNamespace(
+        transfer_group_ids=[0], kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]
+    )
+
+
+def records_of_requests(req_ids: list[str], units: int) -> list[KVChecksumRecord]:
+    """What `WORKERS` workers, who share the heads, report for several requests."""
+    random = np.random.RandomState(2)
+    return [
+        KVChecksumRecord(
+            0,
+            rank,
+            {
+                req_id: {
+                    0: KVChecksumGroup(
+                        0, ((1, 0),), random.randint(0, 2**63, (units, 1), np.uint64)
+                    )
+                }
+                for req_id in req_ids
+            },
+        )
+        for rank in range(WORKERS)
+    ]
+
+
 def steps_of_rows(requests: int, tokens: int, size: int) -> list[Step]:
     group = GroupView(0, size, [], 0, ((1, 0),))
     work = work_of(requests, tokens, size)
@@ -94,23 +130,15 @@ def steps_of_rows(requests: int, tokens: int, size: int) -> list[Step]:
         ("P, D", "pickle what workers are asked", lambda: pickle.dumps(work, 5)),
     ]
     if vllm_is_installed():
-        import torch
         from vllm.v1.core.kv_cache_manager import KVCacheBlocks
         from vllm.v1.core.kv_cache_utils import KVCacheBlock
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vllm.distributed.kv_transfer.kv_checksum.blocks import (
             loaded_blocks,
             sent_blocks,
         )
 
-        spec = FullAttentionSpec(
-            block_size=size, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
-        )
-        config = SimpleNamespace(
-            transfer_group_ids=[0],
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
-        )
+        config = one_group(size)
         ids = [[block_ids(tokens // size, i)] for i in range(requests)]
         held = [KVCacheBlocks(([KVCacheBlock(b) for b in i],)) for (i,) in ids]
         steps[:0] = [
@@ -273,6 +301,202 @@ def steps_of_sums(tokens: int, size: int) -> list[Step]:
     ]
 
 
+CASES = (
+    (16, 1, 131072),
+    (16, 32, 16384),
+    (128, 1, 131072),
+    (128, 128, 4096),
+    (128, 1, 1024),
+)
+"""Block size, requests and tokens of each of them."""
+
+
+@dataclass
+class Pair:
+    """One step, and the plain Python loop that does the same.
+
+    Attributes:
+        as_lists: makes the two results alike, to hold one against the other.
+    """
+
+    what: str
+    run: Callable[[], Any]
+    plain: Callable[[], Any]
+    as_lists: Callable[[Any], Any]
+
+
+def plain_sent(rows: list[list[int]], tokens: int, size: int) -> Any:
+    found = []
+    for row in rows:
+        ids = []
+        for position in range(-(-tokens // size)):
+            if row[position] != 0:
+                ids.append(row[position])
+        found.append(ids)
+    return found
+
+
+def plain_loaded(held: list[Any], tokens: int, size: int) -> Any:
+    found = []
+    for blocks in held:
+        ids = []
+        for position, block in enumerate(blocks.blocks[0]):
+            if position * size >= tokens:
+                break
+            if block.block_hash is None and not block.is_null:
+                ids.append(block.block_id)
+        found.append(ids)
+    return found
+
+
+def plain_rows(ids: list[list[int]], tokens: int, size: int) -> np.ndarray:
+    unit = unit_size(size)
+    units, firsts, valids = [], [], []
+    for row in ids:
+        for position, block in enumerate(row):
+            for n in range(size // unit):
+                first = position * size + n * unit
+                units.append(block * (size // unit) + n)
+                firsts.append(first)
+                valids.append(max(0, min(tokens - first, unit)))
+    return np.array([units, firsts, valids], np.int64)
+
+
+def plain_add(records: list[dict[str, list[int]]], req_ids: list[str]) -> Any:
+    found = []
+    for req_id in req_ids:
+        total: list[int] = []
+        for record in records:
+            for unit, value in enumerate(record[req_id]):
+                if unit == len(total):
+                    total.append(value)
+                else:
+                    total[unit] = (total[unit] + value) & MASK64
+        found.append(total)
+    return found
+
+
+def plain_compare(sent: list[list[int]], loaded: list[list[int]], size: int) -> Any:
+    found = []
+    for theirs, ours in zip(sent, loaded, strict=True):
+        bad: list[int] = []
+        for unit, value in enumerate(theirs):
+            block = unit * unit_size(size) // size
+            if value != ours[unit] and (not bad or bad[-1] != block):
+                bad.append(block)
+        found.append(bad)
+    return found
+
+
+def pairs_of(size: int, requests: int, tokens: int) -> list[Pair]:
+    """The steps of one case: every request of it, with one bad block each."""
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from vllm.distributed.kv_transfer.kv_checksum.blocks import (
+        loaded_blocks,
+        sent_blocks,
+    )
+
+    unit = unit_size(size)
+    units = Units(unit, size // unit)
+    ids = [block_ids(tokens // size, i) for i in range(requests)]
+    held = [KVCacheBlocks(([KVCacheBlock(b) for b in row],)) for row in ids]
+    config, group = one_group(size), GroupView(0, size, [], 0, ((1, 0),))
+    work = work_of(requests, tokens, size)
+    records = records_of_requests(list(work), tokens // unit)
+    sums = [replica_checks(add_records(records, r, 0))[0] for r in work]
+    bad = [values.copy() for values in sums]
+    for values in bad:
+        values[-1] ^= np.uint64(1)
+    sent = [
+        payload.KVChecksumPayload(
+            tokens, WORKERS, {0: payload.GroupChecksums(1, unit, 0, values)}
+        )
+        for values in sums
+    ]
+    loaded: list[dict[int, Any]] = [
+        {0: group_comparison.LocalGroup(1, units, 0, [values])} for values in bad
+    ]
+
+    # As a loop would have them: lists, made before its time is taken.
+    lists = [
+        {r: part[0].values[:, 0].tolist() for r, part in record.checksums.items()}
+        for record in records
+    ]
+    sent_lists, loaded_lists = ([v.tolist() for v in x] for x in (sums, bad))
+
+    def ids_of(found: Any) -> Any:
+        return [f if isinstance(f, list) else f.blocks.groups[0][1] for f in found]
+
+    return [
+        Pair(
+            "blocks that are sent",
+            lambda: [sent_blocks(config, [row], tokens) for row in ids],
+            lambda: plain_sent(ids, tokens, size),
+            lambda found: [list(f) for f in ids_of(found)],
+        ),
+        Pair(
+            "blocks that are loaded",
+            lambda: [loaded_blocks(config, blocks, tokens) for blocks in held],
+            lambda: plain_loaded(held, tokens, size),
+            lambda found: [list(f) for f in ids_of(found)],
+        ),
+        Pair(
+            "rows",
+            lambda: rows.build_rows({0: group}, work)[0],
+            lambda: plain_rows(ids, tokens, size),
+            lambda table: table[:, : requests * (tokens // unit)].tolist(),
+        ),
+        Pair(
+            f"add the records of {WORKERS} workers",
+            lambda: [replica_checks(add_records(records, r, 0))[0] for r in work],
+            lambda: plain_add(lists, list(work)),
+            lambda found: [[int(value) for value in f] for f in found],
+        ),
+        Pair(
+            "compare",
+            lambda: [
+                group_comparison.judge(theirs, ours, tokens)
+                for theirs, ours in zip(sent, loaded, strict=True)
+            ],
+            lambda: plain_compare(sent_lists, loaded_lists, size),
+            lambda found: [
+                f if isinstance(f, list) else f.groups[0].positions for f in found
+            ],
+        ),
+    ]
+
+
+def print_cases(repeats: int) -> list[dict[str, Any]]:
+    """Print and return the microseconds of each case, beside those of the loop.
+
+    Raises:
+        SystemExit: the two found different things.
+    """
+    results = []
+    for size, requests, tokens in CASES:
+        print(f"\n{requests} request(s) of {tokens} tokens, blocks of {size}")
+        print(f"{'what':<44}{'us':>10}{'plain loop us':>16}{'times':>8}")
+        for pair in pairs_of(size, requests, tokens):
+            if pair.as_lists(pair.run()) != pair.as_lists(pair.plain()):
+                raise SystemExit(f"{pair.what}: the plain loop found something else")
+            took = microseconds(pair.run, repeats)
+            plain = microseconds(pair.plain, max(3, repeats // 5))
+            print(f"{pair.what:<44}{took:>10.1f}{plain:>16.1f}{plain / took:>8.1f}")
+            results.append(
+                {
+                    "block_size": size,
+                    "requests": requests,
+                    "tokens": tokens,
+                    "what": pair.what,
+                    "us": took,
+                    "plain_us": plain,
+                }
+            )
+    return results
+
+
 def microseconds(run: Callable[[], Any], repeats: int) -> float:
     run()
     times = []
@@ -324,12 +548,16 @@ def main() -> None:
                 }
             )
     decode: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
     if vllm_is_installed():
         decode = print_decode_steps(args.repeats)
+        cases = print_cases(args.repeats)
     else:
-        print("\nnot run, vLLM is not installed: blocks, and steps that decode")
+        print(
+            "\nnot run, vLLM is not installed: blocks, steps that decode, plain loops"
+        )
     if args.json:
-        print(json.dumps({"results": results, "decode": decode}))
+        print(json.dumps({"results": results, "decode": decode, "cases": cases}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The documents for operators: every command is run, every name exists, the rules load and fire.
 
-Blocks that need servers are run by ``tests/e2e/test_drill_of_the_docs.py``; of those that
-need a GPU, vLLM parses the configuration here and nothing is started.
+Blocks that need servers are run by ``tests/e2e/test_drill_of_the_docs.py``; Mooncake's
+settings are those of the rig's servers; of the blocks that need a GPU, vLLM parses the configuration here and nothing is started.
 """
 
 import ast
@@ -17,7 +17,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from rig import documents, stock
+from rig import documents, servers, stock
 from rig.prometheus import HOW, program
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
 
 FEATURES = documents.FEATURES
 MARKS = {
-    "bash": {"run", "drill", "promtool", "gpu"},
+    "bash": {"run", "drill", "promtool", "gpu", "mooncake"},
     "text": {"drill", "log"},
     "dockerfile": {""},  # its RUN lines are commands of "run" blocks
 }
@@ -125,6 +125,12 @@ def test_vllm_takes_every_configuration_of_the_document():
         assert KVConnectorFactory.get_connector_class(config)
         for inner in config.kv_connector_extra_config.get("connectors", ()):
             assert KVConnectorFactory.get_connector_class(KVTransferConfig(**inner))
+
+
+def test_the_rig_s_servers_have_the_settings_of_mooncake_that_the_document_names():
+    lines = documents.script("mooncake").splitlines()
+    named = dict(line.removeprefix("export ").split("=") for line in lines)
+    assert named and named.items() <= servers.ENVIRONMENT.items()
 
 
 def names_in_code() -> set[str]:

@@ -12,7 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import httpx
+
 from rig import processes
+from rig.metrics import parse, total
 from rig.servers import ENVIRONMENT, HOST, Server, free_port
 
 SEGMENT = 48 << 20
@@ -28,7 +31,7 @@ class MooncakeStore:
         log_dir: where the master's log goes.
         flags: further flags of the master.
         lent: bytes that the client lends to the store.
-        segment: bytes that every instance lends to it.
+        segment: bytes that every instance lends to it; with 0 they lend none.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class MooncakeStore:
             "master_server_address": self.address,
             "protocol": "tcp",
             "device_name": "",
-            "mode": "embedded",
+            "mode": "embedded" if self._segment else "standalone-store",
             "global_segment_size": self._segment,
             "local_buffer_size": SEGMENT,
         }
@@ -148,6 +151,12 @@ class MooncakeStore:
             if time.monotonic() > until:
                 raise TimeoutError(f"{self.exist(keys)} of {list(keys)}")
             time.sleep(0.05)
+
+    def number_of_keys(self) -> int:
+        """Return how many values the master knows of."""
+        url = f"http://{HOST}:{self._metrics_port}/metrics"
+        page = httpx.get(url, trust_env=False, timeout=10).raise_for_status().text
+        return int(total(parse(page), "master_key_count"))
 
     def get(self, key: str) -> bytes:
         """Return a value."""
