@@ -12,10 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
-
 from rig import processes
-from rig.metrics import parse, total
 from rig.servers import ENVIRONMENT, HOST, Server, free_port
 
 SEGMENT = 48 << 20
@@ -151,12 +148,6 @@ class MooncakeStore:
             if time.monotonic() > until:
                 raise TimeoutError(f"{self.exist(keys)} of {list(keys)}")
             time.sleep(0.05)
-
-    def number_of_keys(self) -> int:
-        """Return how many values the master knows of."""
-        url = f"http://{HOST}:{self._metrics_port}/metrics"
-        page = httpx.get(url, trust_env=False, timeout=10).raise_for_status().text
-        return int(total(parse(page), "master_key_count"))
 
     def get(self, key: str) -> bytes:
         """Return a value."""
