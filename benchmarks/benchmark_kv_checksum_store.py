@@ -47,6 +47,9 @@ NAMES = {
     OFF: "B, checksums off",
     ON: "B, checksums on",
 }
+SPIN_S = 1.2
+"""For a second after a request, vLLM's processes of an instance with several spin."""
+
 VERDICTS = ("verified", "mismatch", "unverified")
 BEGAN = time.monotonic()
 
@@ -201,6 +204,8 @@ class Benchmark:
             for name in order:
                 ms, texts[name] = first_token(servers[name], prompt)
                 took[name].append(ms)
+                if self.tp > 1:
+                    time.sleep(SPIN_S)
             for name, result in results.items():
                 result.asked += 1
                 result.same_token += texts[name] == texts[NONE]
