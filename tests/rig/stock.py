@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -38,6 +39,22 @@ def link_stock_vllm(site: Path) -> None:
     for metadata in installed.parent.glob("vllm-*.dist-info"):
         _link_tree(metadata, site / metadata.name)
     subprocess.run([tool, "revert", "--tree", str(site)], check=True)
+
+
+def link_patched_vllm(site: Path, patches: int) -> None:
+    """Put a vLLM with the first patches of the series into a folder of packages."""
+    from vllm_kv_checksum.apply import find_package
+    from vllm_kv_checksum.cli import feature_dir
+    from vllm_kv_checksum.patches import changes_of_patches
+
+    link_stock_vllm(site)
+    changes = changes_of_patches(find_package(None), feature_dir())
+    for _, files in itertools.islice(changes, patches):
+        for change in files:
+            path = site / change.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            path.write_bytes(change.new)
 
 
 def stock_fork_server() -> tuple[ForkServer, dict[str, str]]:

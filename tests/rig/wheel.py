@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import csv
 import hashlib
-import io
 import zipfile
 from pathlib import Path
+
+from vllm_kv_checksum.record import Record
 
 KERNELS = (
     "_C.abi3.so",
@@ -30,7 +29,7 @@ def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Pat
     """
     old, new = _metadata_folder(stock), f"vllm-{version}.dist-info"
     path = folder / f"vllm-{version}-cp38-abi3-linux_x86_64.whl"
-    rows: list[tuple[str, str, str]] = []
+    record = Record()
     with (
         zipfile.ZipFile(stock) as trunk,
         zipfile.ZipFile(kernels) as native,
@@ -39,12 +38,7 @@ def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Pat
 
         def add(name: str, content: bytes) -> None:
             out.writestr(name, content)
-            hashed = (
-                base64.urlsafe_b64encode(hashlib.sha256(content).digest())
-                .rstrip(b"=")
-                .decode()
-            )
-            rows.append((name, f"sha256={hashed}", str(len(content))))
+            record.add(name, hashlib.sha256(content).digest(), len(content))
 
         for name in trunk.namelist():
             if name.endswith((".so", "/", "/RECORD")):
@@ -59,10 +53,7 @@ def compose_wheel(stock: Path, kernels: Path, version: str, folder: Path) -> Pat
             raise Broken(f"{kernels.name} lacks {', '.join(lacking)}")
         for name in shared:
             add(name, native.read(name))
-        rows.append((f"{new}/RECORD", "", ""))
-        table = io.StringIO()
-        csv.writer(table, lineterminator="\n").writerows(rows)
-        out.writestr(f"{new}/RECORD", table.getvalue())
+        out.writestr(f"{new}/RECORD", record.text(f"{new}/RECORD"))
     return path
 
 

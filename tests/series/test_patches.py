@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rig.stock import link_stock_vllm
+from rig.stock import link_patched_vllm
 
 from vllm_kv_checksum import cli
 from vllm_kv_checksum.apply import FEATURE, find_package, make_plan
@@ -170,24 +170,13 @@ def test_a_folder_with_patches_and_a_bad_author_are_refused(tmp_path, capsys):
     assert "holds patches already" in capsys.readouterr().err
 
 
-def site_with(changes, number: int, folder: Path) -> Path:
-    """A folder of packages with a vLLM that has the first patches."""
-    link_stock_vllm(folder)
-    for _, files in changes[:number]:
-        for change in files:
-            if change.path.startswith("vllm/"):
-                path = folder / change.path
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.unlink(missing_ok=True)
-                path.write_bytes(change.new)
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, len(PATCHES) + 1))
 def test_each_patch_passes_its_own_tests(changes, number, tmp_path):
     patch, files = changes[number - 1]
-    site = site_with(changes, number, tmp_path / "site")
+    site = tmp_path / "site"
+    site.mkdir()
+    link_patched_vllm(site, number)
     env = {**os.environ, "PYTHONPATH": str(site)}
     modules = [
         c.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

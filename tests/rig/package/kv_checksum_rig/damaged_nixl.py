@@ -1,8 +1,8 @@
-"""NIXL connectors that lose the first block of a KV cache group, after the transfer and before anybody looks at it.
+"""NIXL connectors that lose or damage the first block of a KV cache group, after the transfer and before anybody looks at it.
 
 Which block that is, they take from what NIXL was told to transfer, not from what is summed. For
 ``kv_connector_extra_config``: ``{"lost_block": {"group": 2, "prefix": "lost-"}}`` names the group and what the client's
-ids of the requests begin with.
+ids of the requests begin with. The block is zeroed, or with ``"flip": true`` one bit of it is flipped.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class _LosesABlock:
         options = this._kv_transfer_config.kv_connector_extra_config["lost_block"]
         self._group: int = options["group"]
         self._prefix: str = options["prefix"]
+        self._flip: bool = options.get("flip", False)
         group = this._kv_cache_config.kv_cache_groups[self._group]
         self._damaged = [kv_caches[name] for name in group.layer_names]
         self._first: dict[str, int] = {}
@@ -49,12 +50,16 @@ class _LosesABlock:
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Zero it once its load has finished."""
+        """Damage it once its load has finished."""
         results = super().get_transfer_results(finished_req_ids)  # type: ignore[misc]
         for req_id in results.finished_recving & self._first.keys():
             block = self._first.pop(req_id)
-            for layer in self._damaged:
-                layer[block].zero_()
+            if self._flip:
+                data = self._damaged[-1][block].view(torch.uint8)
+                data[(0,) * data.dim()] ^= 1
+            else:
+                for layer in self._damaged:
+                    layer[block].zero_()
             logger.info("%s block %d of %s", SAYS, block, req_id)
         return results
 
