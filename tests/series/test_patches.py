@@ -28,6 +28,7 @@ HERE_ALONE = {
             "fault_drill",
             "mooncake_store_failures",
             "nixl_push_damaged",
+            "real_store",
             "real_workers",
             "replicas",
             "vllm_refuses",

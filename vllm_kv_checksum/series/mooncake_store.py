@@ -1,4 +1,4 @@
-"""Store checksums with the KV in the Mooncake store, and check them on load.
+"""Store checksums with KV in the Mooncake store, and check them on load.
 
 The worker's entries are one more region of every value, filled in before the event
 that the sending thread waits for. Blocks that failed their checksums are removed for

@@ -125,7 +125,7 @@ def test_every_layer_is_warmed_up_with_a_row_that_counts_nothing(monkeypatch):
         names = [layer.name for layer in layers]
         return lambda rows, out: calls.append((names, rows.tolist(), out.tolist()))
 
-    monkeypatch.setattr(worker_module, "_prepare_function", lambda device: prepare)
+    monkeypatch.setattr(worker_module, "select_backend", lambda device: prepare)
     spec = u.full_spec()
     caches = named(layer_caches(spec))
     u.worker(u.config(8, (caches, spec)), caches)
