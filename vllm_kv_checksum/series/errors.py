@@ -12,7 +12,7 @@ with scheduler.function("Scheduler.update_from_output") as f:
         assign("engine_core_outputs"),
         """
         if self.kv_checksum is not None:
-            self.kv_checksum.name_errors(outputs.values())
+            self.kv_checksum.attach_errors(outputs.values())
 
         """,
     )

@@ -16,7 +16,7 @@ import pytest
 from kv_checksum_order_site import MODES, Setup
 from kv_checksum_orders import walk
 
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import Pending
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import PendingSend
 
 ASYNC_CARRIERS = ("kv_transfer_params", "connector", "stored", "none")
 
@@ -77,7 +77,7 @@ def test_two_unusual_events_of_requests_that_share_a_prefix(model, log):
 
 def test_a_rule_that_is_broken_is_seen(model, log, monkeypatch):
     """Sums of a load that one worker did not report are never good enough."""
-    monkeypatch.setattr(Pending, "check_reports", lambda *_: None)
+    monkeypatch.setattr(PendingSend, "check_reports", lambda *_: None)
     with pytest.raises(AssertionError) as found:
         walk(model, Setup(carrier="stored"), "a", 1)
     assert "requests 'a', choices" in found.value.__notes__[0]

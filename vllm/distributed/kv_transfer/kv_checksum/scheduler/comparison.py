@@ -36,8 +36,8 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.group_comparison import 
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
-    Pending,
     PendingLoad,
+    PendingSend,
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     LeftOut,
@@ -64,7 +64,7 @@ class Comparison:
     def make_payload(
         self,
         request: Any,
-        send: Pending | None,
+        send: PendingSend | None,
         rows: Callable[[], Sequence[Sequence[int]]],
     ) -> KVChecksumPayload:
         """Add up what the workers summed of a send.

@@ -50,7 +50,7 @@ def create_kv_checksum_scheduler(
         )
     else:
         for one, instance in zip(coverage, _single_connectors(connector), strict=True):
-            _say_what_of(one, instance, transfer)
+            _log_coverage_of(one, instance, transfer)
     return KVChecksumScheduler(
         vllm_config, connector, kv_cache_manager, kv_cache_config
     )
@@ -65,7 +65,7 @@ def _single_connectors(connector: Any) -> Iterator[Any]:
         yield from _single_connectors(one)
 
 
-def _say_what_of(covered: ConnectorCoverage, connector: Any, transfer: Any) -> None:
+def _log_coverage_of(covered: ConnectorCoverage, connector: Any, transfer: Any) -> None:
     """Log one line: how a connector's loads bring checksums, or why they do not."""
     if covered.not_checked is not None:
         logger.warning(

@@ -37,7 +37,7 @@ class NotComparable(Exception):
 
 
 @dataclass
-class Pending:
+class PendingSend:
     """A send, and by worker the records so far."""
 
     req_id: str
@@ -120,7 +120,7 @@ class Pending:
 
 
 @dataclass
-class PendingLoad(Pending):
+class PendingLoad(PendingSend):
     """A load in progress.
 
     Attributes:

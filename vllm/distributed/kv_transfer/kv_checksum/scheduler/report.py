@@ -91,12 +91,12 @@ class Reporter:
     def tick(self) -> None:
         """Once per step: say how many lines a window that has ended hid."""
         if self._hidden and self._clock() >= self._window_ends:
-            self._say_hidden()
+            self._log_hidden()
 
     def _may_show(self) -> bool:
         now = self._clock()
         if now >= self._window_ends:
-            self._say_hidden()
+            self._log_hidden()
             self._window_ends, self._shown = now + WINDOW_S, 0
         if self._shown < MAX_LINES:
             self._shown += 1
@@ -111,7 +111,7 @@ class Reporter:
         self._hidden += 1
         return False
 
-    def _say_hidden(self) -> None:
+    def _log_hidden(self) -> None:
         if self._hidden:
             logger.error("KV checksum mismatches: %d more were not shown", self._hidden)
             self._hidden = 0

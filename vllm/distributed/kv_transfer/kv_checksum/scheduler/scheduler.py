@@ -42,8 +42,8 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.comparison import Comparison
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
-    Pending,
     PendingLoad,
+    PendingSend,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.prefix_cache import disown
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
@@ -109,7 +109,7 @@ class KVChecksumScheduler:
         self._seqs = count(time.time_ns())
         self._scheduled = KVChecksumScheduled()
         self._started: list[PendingLoad] = []
-        self._sends: dict[str, Pending] = {}
+        self._sends: dict[str, PendingSend] = {}
         self._recvs: dict[str, PendingLoad] = {}
         # Requests to be sent of whose prompt a part is not computed yet.
         self._unsummed: set[str] = set()
@@ -134,7 +134,7 @@ class KVChecksumScheduler:
             request_name(req_id),
         )
 
-    def _say_unbound(self, req_id: str) -> None:
+    def _log_unbound(self, req_id: str) -> None:
         self._stats["prompts_not_bound"] += 1
         self._reporter.warn_once(
             "unbound",
@@ -143,7 +143,7 @@ class KVChecksumScheduler:
             request_name(req_id),
         )
 
-    def _say_copies_differ(self, req_id: str, payload: KVChecksumPayload) -> None:
+    def _log_copies_differ(self, req_id: str, payload: KVChecksumPayload) -> None:
         """Say that TP ranks hold other bits of the same KV; each may be right."""
         differ = [i for i, group in payload.groups.items() if group.copies is not None]
         if not differ:
@@ -237,7 +237,7 @@ class KVChecksumScheduler:
             self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
         found.blocks.seq = next(self._seqs)
         self._scheduled.reqs_to_send[req_id] = found.blocks
-        self._sends[req_id] = Pending(req_id, found.blocks)
+        self._sends[req_id] = PendingSend(req_id, found.blocks)
 
     def after_schedule(self, output: Any, requests: Mapping[str, Any]) -> None:
         """Find the prompts that this step finishes and fill in the step's request.
@@ -365,7 +365,7 @@ class KVChecksumScheduler:
             return
         verdict = self._judge(request, load)
         if verdict.unbound:
-            self._say_unbound(req_id)
+            self._log_unbound(req_id)
         for group_id, reason in verdict.left_out.items():
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load.carrier)
@@ -445,7 +445,7 @@ class KVChecksumScheduler:
             return 0
         return verdict.good_blocks(0) * self._block_size(0)
 
-    def name_errors(self, outputs: Any) -> None:
+    def attach_errors(self, outputs: Any) -> None:
         """Give the outputs of requests that fail in this step their reason.
 
         Args:
@@ -503,7 +503,7 @@ class KVChecksumScheduler:
                 request_name(req_id),
             )
             return params
-        self._say_copies_differ(req_id, payload)
+        self._log_copies_differ(req_id, payload)
         if by_connector:
             data = wire.encode(payload)
             self._stats["payload_bytes"] += len(data)

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import GroupView
 
 
 @dataclass
-class Part:
+class RowSpan:
     """Where one request's sums of one group lie in the copied buffer.
 
     `start` is the first unit's number in the request. With `stored`, the buffer's last
@@ -32,7 +32,7 @@ class Part:
 
 def build_rows(
     groups: Mapping[int, GroupView], work: Mapping[str, KVChecksumBlocks]
-) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[Part]]:
+) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[RowSpan]]:
     """Rows of all groups: int64 ``(3, n)`` of unit, first token, valid tokens.
 
     A block's units are as many rows, one behind the other; a unit's number is that in
@@ -42,7 +42,7 @@ def build_rows(
     """
     tables: list[np.ndarray] = []
     segments: list[tuple[GroupView, slice]] = []
-    parts: list[Part] = []
+    parts: list[RowSpan] = []
     at = 0
     for group_id, group in groups.items():
         found = [
@@ -74,7 +74,7 @@ def build_rows(
             segments.append((group, slice(at, at + total)))
         begins = (at + ends - lengths).tolist()
         parts += [
-            Part(req_id, group, start, slice(begin, begin + length))
+            RowSpan(req_id, group, start, slice(begin, begin + length))
             for req_id, start, begin, length in zip(
                 req_ids, starts.tolist(), begins, lengths.tolist(), strict=True
             )
@@ -84,8 +84,8 @@ def build_rows(
     return rows, segments, parts
 
 
-def entry_rows(
-    runs: Sequence[BlockRun], parts: Sequence[Part], num_rows: int
+def block_checksum_rows(
+    runs: Sequence[BlockRun], parts: Sequence[RowSpan], num_rows: int
 ) -> tuple[np.ndarray, int]:
     """What makes entries of the runs' sums, and how many entries there are.
 

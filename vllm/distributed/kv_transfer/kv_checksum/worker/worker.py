@@ -36,9 +36,9 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import (
     select_backend,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker.rows import (
-    Part,
+    RowSpan,
+    block_checksum_rows,
     build_rows,
-    entry_rows,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     GroupView,
@@ -59,14 +59,14 @@ logger = init_logger(__name__)
 
 
 @dataclass
-class _Pending:
+class PendingCopy:
     """Sums on their way to the host.
 
     `device` keeps the device buffer alive until `event` has passed.
     """
 
     record: KVChecksumRecord
-    parts: list[Part]
+    parts: list[RowSpan]
     host: torch.Tensor
     device: torch.Tensor
     event: Any = None
@@ -93,13 +93,13 @@ class KVChecksumOutput:
     Pickles as its records; `finalize` may be called from any thread, repeatedly.
     """
 
-    def __init__(self, entries: "list[_Pending | KVChecksumRecord]") -> None:
+    def __init__(self, entries: "list[PendingCopy | KVChecksumRecord]") -> None:
         self._entries = entries
 
     def finalize(self) -> list[KVChecksumRecord]:
         """Wait for the copies; the records."""
         self._entries = [
-            e.finalize() if isinstance(e, _Pending) else e for e in self._entries
+            e.finalize() if isinstance(e, PendingCopy) else e for e in self._entries
         ]
         return list(self._entries)  # type: ignore[arg-type]
 
@@ -174,9 +174,9 @@ class KVChecksumWorker:
         self._recvs: dict[str, KVChecksumBlocks] = {}
         self._started: set[str] = set()
         self._equal_tp = frozenset(i for i, g in self.groups.items() if g.equal_tp)
-        self._say_what_is_covered(kv_cache_config, tp_size)
+        self._log_coverage(kv_cache_config, tp_size)
 
-    def _say_what_is_covered(self, kv_cache_config: Any, tp_size: int) -> None:
+    def _log_coverage(self, kv_cache_config: Any, tp_size: int) -> None:
         """One line for what is covered, one for what is not (startup)."""
         here = f"PP rank {self.pp_rank}, TP rank {self.tp_rank}"
         kinds = {
@@ -311,7 +311,7 @@ class KVChecksumWorker:
         rows, segments, parts = build_rows(self.groups, work)
         if not segments:
             return
-        entries, number = entry_rows(runs, parts, rows.shape[1])
+        entries, number = block_checksum_rows(runs, parts, rows.shape[1])
         device_rows, sums = self._queue_sums(
             np.concatenate([rows, entries]), segments, self._columns
         )
@@ -368,10 +368,10 @@ class KVChecksumWorker:
         return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
 
     def _copy_to_host(
-        self, record: KVChecksumRecord, parts: list[Part], sums: torch.Tensor
-    ) -> _Pending:
+        self, record: KVChecksumRecord, parts: list[RowSpan], sums: torch.Tensor
+    ) -> PendingCopy:
         if self._copy_stream is None:
-            return _Pending(record, parts, sums, sums)
+            return PendingCopy(record, parts, sums, sums)
         # The current stream is asked for here: the runner switches streams later
         # than this object is made.
         self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -381,7 +381,7 @@ class KVChecksumWorker:
             host.copy_(sums, non_blocking=True)
             event.record(self._copy_stream)
         sums.record_stream(self._copy_stream)
-        return _Pending(record, parts, host, sums, event)
+        return PendingCopy(record, parts, host, sums, event)
 
 
 def create_kv_checksum_worker(
