@@ -72,14 +72,33 @@ def block_checksum_tags(
 def hashes_of_blocks(
     block_hashes: Sequence[bytes], scale: int, start: int, stop: int
 ) -> Sequence[bytes]:
-    """The hashes of the blocks at positions ``[start, stop)``.
+    """Return the hashes of the blocks at positions ``[start, stop)``.
+
+    Fewer are returned where `block_hashes` ends before.
 
     Args:
         block_hashes: a request's hashes, one per hash block.
-        scale: hash blocks per block; the last one's hash stands for the block,
-            because it covers everything before it.
+        scale: hash blocks per block.
         start: first position.
         stop: position behind the last.
 
     """
-    return block_hashes[(start + 1) * scale - 1 : stop * scale : scale]
+    return block_hashes[_index_of_hash(start, scale) : stop * scale : scale]
+
+
+def hash_of_block(block_hashes: Sequence[bytes], scale: int, position: int) -> bytes:
+    """Return the hash of the block at one position; see `hashes_of_blocks`.
+
+    Raises:
+        IndexError: the block has no hash yet.
+
+    """
+    return block_hashes[_index_of_hash(position, scale)]
+
+
+def _index_of_hash(position: int, scale: int) -> int:
+    """Return which of a request's hashes stands for the block at a position.
+
+    It is that of the block's last hash block, which covers everything before it.
+    """
+    return (position + 1) * scale - 1

@@ -209,14 +209,17 @@ def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
 
 def why_whole_blocks_differ(kv_cache_groups: Sequence[Any]) -> str | None:
     """Why a stored value may not be one whole block of every token, or None."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        iter_layer_specs,
+    )
 
     for group in kv_cache_groups:
-        spec = group.kv_cache_spec
-        for one in getattr(spec, "kv_cache_specs", {None: spec}).values():
+        for spec in iter_layer_specs(group.kv_cache_spec):
             # Subclasses may hold something else than every token's KV.
-            if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
-                return f"{type(one).__name__} layers are not full attention"
+            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"{type(spec).__name__} layers are not full attention"
     return None
 
 

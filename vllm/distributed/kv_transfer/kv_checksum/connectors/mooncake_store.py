@@ -18,7 +18,11 @@ import msgspec
 
 from vllm.distributed.kv_transfer.kv_checksum.naming import blocks_named, request_name
 from vllm.distributed.kv_transfer.kv_checksum.payload import decode_map
-from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun, hashes_of_blocks
+from vllm.distributed.kv_transfer.kv_checksum.stored import (
+    BlockRun,
+    hash_of_block,
+    hashes_of_blocks,
+)
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     why_not_summed,
     why_off,
@@ -296,7 +300,7 @@ def remove_failures(
         size = groups[group_id].kv_cache_spec.block_size
         scale = size // store_scheduler._hash_block_size
         hashes = request.block_hashes
-        wanted[index] = [hashes[(p + 1) * scale - 1] for p in positions]
+        wanted[index] = [hash_of_block(hashes, scale, p) for p in positions]
     which = f"request {request_name(request.request_id)}, {blocks_named(bad)}"
     client = store_scheduler.client
     message = _encoder.encode(wanted)

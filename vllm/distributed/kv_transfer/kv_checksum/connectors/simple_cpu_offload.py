@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
+from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun, hash_of_block
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     why_not_summed,
     why_off,
@@ -108,7 +108,7 @@ def drop_blocks(
     for group_id, positions in bad.items():
         scale = manager.group_block_sizes[group_id] // manager.hash_block_size
         for position in positions:
-            block_hash = block_hashes[(position + 1) * scale - 1]
+            block_hash = hash_of_block(block_hashes, scale, position)
             key = make_block_hash_with_group_id(block_hash, group_id)
             block = pool.cached_block_hash_to_block.get_one_block(key)
             if block is not None:

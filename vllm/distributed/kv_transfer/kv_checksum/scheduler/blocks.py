@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
+    iter_layer_specs,
 )
 
 _NULL_BLOCK = 0
@@ -190,7 +191,7 @@ def blocks_given_up(
 def group_spec(kv_cache_config: Any, group_id: int) -> Any:
     """A group's spec; of a group of several, the first (all are of one kind)."""
     spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
-    return getattr(spec, "first_spec", spec)
+    return next(iter(iter_layer_specs(spec)))
 
 
 def gives_up_blocks(kv_cache_config: Any, group_id: int) -> bool:

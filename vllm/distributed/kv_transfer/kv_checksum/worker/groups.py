@@ -120,7 +120,8 @@ def _owner_specs(
 
 def describe_group(group: Any) -> str:
     """A group's spec types and number of layers, for log lines."""
-    spec = group.kv_cache_spec
-    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    specs = iter_layer_specs(group.kv_cache_spec)
     kinds = sorted({type(spec).__name__ for spec in specs})
     return f"{'/'.join(kinds)}, {len(group.layer_names)} layers"
