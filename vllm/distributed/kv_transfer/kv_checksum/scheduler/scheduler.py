@@ -20,13 +20,13 @@ from functools import partial
 from itertools import chain, count
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_checksum import metrics
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     KVChecksumBlocks,
     KVChecksumScheduled,
     Skipped,
 )
-from vllm.distributed.kv_transfer.kv_checksum.metrics import NO_CARRIER
 from vllm.distributed.kv_transfer.kv_checksum.naming import request_name
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     KV_TRANSFER_PARAMS_KEY,
@@ -124,7 +124,7 @@ class KVChecksumScheduler:
         self._stored = StoredLoads(connector, kv_cache_config, self._hash_block_size)
 
     def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
-        self._stats[f"left_out:{reason.value}"] += 1
+        self._stats[metrics.left_out_key(reason)] += 1
         self._reporter.warn_once(
             f"left_out:{reason.value}:{group_id}",
             "KV checksums leave out %sKV cache group %d: %s (first for request %s)",
@@ -135,7 +135,7 @@ class KVChecksumScheduler:
         )
 
     def _log_unbound(self, req_id: str) -> None:
-        self._stats["prompts_not_bound"] += 1
+        self._stats[metrics.PROMPTS_NOT_BOUND] += 1
         self._reporter.warn_once(
             "unbound",
             "KV checksums cannot tell of which prompt a load is: it is given as "
@@ -148,7 +148,7 @@ class KVChecksumScheduler:
         differ = [i for i, group in payload.groups.items() if group.copies is not None]
         if not differ:
             return
-        self._stats["replicas_differ"] += 1
+        self._stats[metrics.REPLICAS_DIFFER] += 1
         self._reporter.warn_once(
             "replicas",
             "KV checksums: replicas of KV cache groups %s differ between TP ranks here "
@@ -172,10 +172,10 @@ class KVChecksumScheduler:
             self._declined.add(req_id)
             name = type(serving_connector(self.connector, request)).__name__
             verdict = LoadVerdict(unverified=Unverified.SYNC_LOAD)
-            self._stats["loads_started"] += 1
-            self._stats[f"loads:unverified:{NO_CARRIER}"] += 1
-            self._stats[f"unverified:{Unverified.SYNC_LOAD.value}"] += 1
-            self._stats["recomputed"] += 1
+            self._stats[metrics.LOADS_STARTED] += 1
+            self._stats[metrics.loads_key(verdict.outcome, None)] += 1
+            self._stats[metrics.unverified_key(Unverified.SYNC_LOAD)] += 1
+            self._stats[metrics.RECOMPUTED] += 1
             self._reporter.load(req_id, verdict, name, "computed instead of loaded")
         return False
 
@@ -222,9 +222,9 @@ class KVChecksumScheduler:
                 holds_states(self.kv_cache_config, i) for i in found.blocks.groups
             )
         load.blocks.seq = next(self._seqs)
-        self._stats["loads_started"] += 1
+        self._stats[metrics.LOADS_STARTED] += 1
         if req_id in self._recvs:
-            self._stats["loads_aborted"] += 1
+            self._stats[metrics.LOADS_ABORTED] += 1
         self._recvs[req_id] = load
         self._started.append(load)
 
@@ -299,7 +299,7 @@ class KVChecksumScheduler:
         self._skipped_groups = {**reasons, **self._skipped_groups}
         kinds = Counter(map(Skipped.of, self._skipped_groups.values()))
         for kind, number in kinds.items():
-            self._stats[f"skipped_groups:{kind.value}"] = number
+            self._stats[metrics.skipped_groups_key(kind)] = number
 
     def verify(
         self,
@@ -341,7 +341,7 @@ class KVChecksumScheduler:
     ) -> None:
         """A load failed, as its connector reports: nothing of it is compared."""
         load = self._recvs.pop(req_id)
-        self._stats["loads_failed"] += 1
+        self._stats[metrics.LOADS_FAILED] += 1
         request = requests.get(req_id)
         if request is None or load.unverified is Unverified.SYNC_LOAD:
             return
@@ -361,7 +361,7 @@ class KVChecksumScheduler:
         if request is None or (
             not is_sync and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
         ):
-            self._stats["loads_aborted"] += 1
+            self._stats[metrics.LOADS_ABORTED] += 1
             return
         verdict = self._judge(request, load)
         if verdict.unbound:
@@ -388,7 +388,7 @@ class KVChecksumScheduler:
         self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
         if load.blocks.stored and verdict.mismatched:
             dropped = self._stored.drop_mismatched(request, verdict)
-            self._stats["stored_blocks_dropped"] += dropped
+            self._stats[metrics.STORED_BLOCKS_DROPPED] += dropped
         if self.fail_closed:
             bad[req_id] = kept
             if load.may_be_offered_again:
@@ -474,7 +474,7 @@ class KVChecksumScheduler:
         """
         req_id = request.request_id
         if self._recvs.pop(req_id, None) is not None:
-            self._stats["loads_aborted"] += 1
+            self._stats[metrics.LOADS_ABORTED] += 1
         self._declined.discard(req_id)
         self._unsummed.discard(req_id)
         send = self._sends.pop(req_id, None)
@@ -489,7 +489,7 @@ class KVChecksumScheduler:
                 request, send, lambda: self.kv_cache_manager.get_block_ids(req_id)
             )
         except NotComparable as error:
-            self._stats[f"unsent:{error.reason.value}"] += 1
+            self._stats[metrics.unsent_key(error.reason)] += 1
             logger.debug(
                 "KV checksums of request %s not sent: %s (%s)",
                 request_name(req_id),
@@ -506,11 +506,11 @@ class KVChecksumScheduler:
         self._log_copies_differ(req_id, payload)
         if by_connector:
             data = wire.encode(payload)
-            self._stats["payload_bytes"] += len(data)
+            self._stats[metrics.PAYLOAD_BYTES] += len(data)
             self.connector.send_kv_checksums(request, data)
             return params
         text = wire.encode_text(payload)
-        self._stats["payload_bytes"] += len(text)
+        self._stats[metrics.PAYLOAD_BYTES] += len(text)
         return {**(params or {}), KV_TRANSFER_PARAMS_KEY: text}
 
     # ---- judging
@@ -539,16 +539,15 @@ class KVChecksumScheduler:
 
     def _count(self, verdict: LoadVerdict, carrier: KVChecksumCarrier | None) -> None:
         outcome = verdict.outcome
-        name = NO_CARRIER if carrier is None else carrier.value
-        self._stats[f"loads:{outcome}:{name}"] += 1
+        self._stats[metrics.loads_key(outcome, carrier)] += 1
         if outcome == "unverified" and verdict.reason is not None:
-            self._stats[f"unverified:{verdict.reason.value}"] += 1
+            self._stats[metrics.unverified_key(verdict.reason)] += 1
         if verdict.other_prompt:
-            self._stats["other_prompts"] += 1
-        self._stats["blocks_compared"] += verdict.num_compared
-        self._stats["blocks_mismatched"] += verdict.num_mismatched
+            self._stats[metrics.OTHER_PROMPTS] += 1
+        self._stats[metrics.BLOCKS_COMPARED] += verdict.num_compared
+        self._stats[metrics.BLOCKS_MISMATCHED] += verdict.num_mismatched
         if outcome != "verified" and self.fail_closed:
-            self._stats["recomputed" if self.recompute else "failed"] += 1
+            self._stats[metrics.RECOMPUTED if self.recompute else metrics.FAILED] += 1
 
     def _action(self, kept: int) -> str:
         if not self.fail_closed:
