@@ -166,7 +166,7 @@ class KVChecksumWorker:
         self._copy_stream = (
             None if self.device.type == "cpu" else torch.cuda.Stream(self.device)
         )
-        self._prepare(select_backend(self.device))
+        self._prepare(select_backend(self.device, _max_gather_bytes()))
         self._columns = max(
             (len(g.replica_keys) for g in self.groups.values()), default=1
         )
@@ -382,6 +382,13 @@ class KVChecksumWorker:
             event.record(self._copy_stream)
         sums.record_stream(self._copy_stream)
         return PendingCopy(record, parts, host, sums, event)
+
+
+def _max_gather_bytes() -> int:
+    """Return the bound that is set on this package, under the name that users know."""
+    from vllm.distributed.kv_transfer.kv_checksum import worker as package
+
+    return package._MAX_GATHER_BYTES
 
 
 def create_kv_checksum_worker(
