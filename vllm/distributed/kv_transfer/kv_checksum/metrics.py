@@ -7,11 +7,16 @@ The scheduler counts into a flat ``dict[str, int]`` (keys such as
 statistics; this module turns it into metrics in the API server.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
 
 VERDICTS = ("verified", "mismatch", "unverified")
 
@@ -96,8 +101,8 @@ class KVChecksumProm:
 
     def __init__(
         self,
-        counter_cls: Any,
-        gauge_cls: Any,
+        counter_cls: type[Counter],
+        gauge_cls: type[Gauge],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
@@ -138,8 +143,8 @@ class KVChecksumProm:
             )
             for key, text in _PLAIN.items()
         }
-        self._counters: dict[tuple[int, str], Any] = {}
-        self._gauges: dict[tuple[int, str], Any] = {}
+        self._counters: dict[tuple[int, str], Counter] = {}
+        self._gauges: dict[tuple[int, str], Gauge] = {}
         for index, values in per_engine_labelvalues.items():
             for verdict in VERDICTS:
                 for carrier in (*KVChecksumCarrier, None):

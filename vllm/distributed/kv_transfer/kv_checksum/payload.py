@@ -8,14 +8,19 @@ was bound to no prompt. Anything malformed raises `ValueError` and nothing
 else; memory stays bounded by the input, which is capped at `MAX_PAYLOAD_BYTES`.
 """
 
+from __future__ import annotations
+
 import binascii
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import pybase64 as base64
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 PAYLOAD_VERSION = 2
 
@@ -42,7 +47,7 @@ class KVChecksumCarrier(Enum):
     STORED = "stored"
     """None is sent: each block's checksum is stored with its KV and loaded back."""
 
-    def of_request(self, request: Any, receiving: bool) -> "KVChecksumCarrier | None":
+    def of_request(self, request: Request, receiving: bool) -> KVChecksumCarrier | None:
         """This carrier if a prefill of `request` is sent, or its result loaded.
 
         None for a request that is neither, and for a load from a decode instance.
@@ -52,7 +57,7 @@ class KVChecksumCarrier(Enum):
         return self if transfer_params(request).get("do_remote_decode") else None
 
 
-def transfer_params(request: Any) -> dict[str, Any]:
+def transfer_params(request: Request) -> dict[str, Any]:
     """A request's ``kv_transfer_params``; empty if they are no mapping.
 
     Clients can send anything there (``vllm_xargs``), and not every connector looks.
@@ -61,7 +66,7 @@ def transfer_params(request: Any) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
-def is_from_decode(request: Any) -> bool:
+def is_from_decode(request: Request) -> bool:
     """Whether a load that starts is of KV that a decode instance computed.
 
     To be asked before the connector is told that the load starts: NIXL honours
@@ -72,7 +77,7 @@ def is_from_decode(request: Any) -> bool:
     return bool(decode) and not prefill
 
 
-def take_text(request: Any) -> object:
+def take_text(request: Request) -> object:
     """Take the payload out of a request's ``kv_transfer_params``; None for nothing.
 
     They go to every worker with the request, and nobody needs it there.
@@ -285,7 +290,7 @@ def decode_text(text: object) -> KVChecksumPayload:
 
 
 def decode_map(
-    decoder: "msgspec.msgpack.Decoder[_Map]", data: bytes | memoryview
+    decoder: msgspec.msgpack.Decoder[_Map], data: bytes | memoryview
 ) -> _Map:
     """Decode one msgpack map.
 

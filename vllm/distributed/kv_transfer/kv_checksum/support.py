@@ -8,9 +8,19 @@ they are planned, and asked again then; what depends on the caches themselves, o
 workers have them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+    from vllm.v1.worker.worker_base import WorkerBase
 
 _EXECUTORS = {
     *("uni", "mp", "ray", None),
@@ -40,7 +50,9 @@ def declares(connector_class: type, method: str) -> bool:
     return getattr(connector_class, method) is not getattr(KVConnectorBase_V1, method)
 
 
-def serving_connector(connector: Any, request: Any) -> Any:
+def serving_connector(
+    connector: KVConnectorBase_V1, request: Request
+) -> KVConnectorBase_V1:
     """The connector that loads `request`: the one chosen inside, or `connector`."""
     while inner := getattr(connector, "sub_connectors", None):
         chosen = connector._requests_to_connector.get(request.request_id)
@@ -51,7 +63,7 @@ def serving_connector(connector: Any, request: Any) -> Any:
 
 
 def connector_coverage(
-    vllm_config: Any, kv_cache_config: Any = None
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> list[ConnectorCoverage]:
     """Tell for every connector of a configuration whether its loads are checked.
 
@@ -69,12 +81,14 @@ def connector_coverage(
     ]
 
 
-def _connector_classes(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
+def _connector_classes(
+    vllm_config: VllmConfig,
+) -> Iterator[tuple[type[KVConnectorBase_V1], VllmConfig]]:
     """The connectors' classes with their configurations, those inside others alone."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     found = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
-    pending: list[tuple[Any, Any]] = [(found, vllm_config)]
+    pending: list[tuple[type[KVConnectorBase_V1], VllmConfig]] = [(found, vllm_config)]
     while pending:
         connector_class, config = pending.pop(0)
         if wrapped := getattr(connector_class, "kv_checksum_wrapped_class", None):
@@ -88,7 +102,9 @@ def _connector_classes(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _why_not_checked(
-    connector_class: Any, vllm_config: Any, kv_cache_config: Any
+    connector_class: type[KVConnectorBase_V1],
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
 ) -> str | None:
     name = connector_class.__name__
     if declares(connector_class, "kv_checksum_carrier"):
@@ -99,7 +115,7 @@ def _why_not_checked(
     return reason and f"{name} stores no KV checksums: {reason}"
 
 
-def why_off(vllm_config: Any) -> str | None:
+def why_off(vllm_config: VllmConfig) -> str | None:
     """Why checksums cannot work at all in this configuration, or None."""
     parallel = vllm_config.parallel_config
     sizes = (
@@ -111,7 +127,7 @@ def why_off(vllm_config: Any) -> str | None:
     return None if parallel.world_size == 1 else _why_reports_are_lost(parallel)
 
 
-def _why_reports_are_lost(parallel_config: Any) -> str | None:
+def _why_reports_are_lost(parallel_config: ParallelConfig) -> str | None:
     """Why the executor does not bring every worker's report to the scheduler."""
     import vllm.envs as envs
 
@@ -134,7 +150,7 @@ def _why_reports_are_lost(parallel_config: Any) -> str | None:
     return None
 
 
-def _executor_names(backend: Any) -> set[str | None]:
+def _executor_names(backend: str | type[Executor] | None) -> set[str | None]:
     """The short name of an executor, or the names of its class and their bases."""
     if isinstance(backend, str) and "." in backend:
         from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -145,7 +161,9 @@ def _executor_names(backend: Any) -> set[str | None]:
     return {backend}
 
 
-def sums_blocks(vllm_config: Any, kv_cache_config: Any = None) -> bool:
+def sums_blocks(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
+) -> bool:
     """Whether checksums are on and any connector needs sums."""
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum or why_off(vllm_config) is not None:
@@ -154,7 +172,9 @@ def sums_blocks(vllm_config: Any, kv_cache_config: Any = None) -> bool:
     return any(connector.not_checked is None for connector in coverage)
 
 
-def ask_workers(vllm_config: Any, kv_cache_config: Any, executor: Any) -> None:
+def ask_workers(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, executor: Executor
+) -> None:
     """Note in the scheduler's KV cache configuration which groups a worker skips.
 
     To be called when the workers have their caches, before the scheduler and its
@@ -175,13 +195,15 @@ def ask_workers(vllm_config: Any, kv_cache_config: Any, executor: Any) -> None:
     refuse_unchecked(vllm_config, kv_cache_config)
 
 
-def skipped_groups(worker: Any) -> dict[int, str]:
+def skipped_groups(worker: WorkerBase) -> dict[int, str]:
     """Which groups a worker of vLLM's does not sum, and why; called there."""
     checksums = getattr(worker.model_runner.kv_connector, "kv_checksum_worker", None)
     return {} if checksums is None else dict(checksums.skipped)
 
 
-def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
+def refuse_unchecked(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
+) -> None:
     """Refuse with `kv_checksum_fail_closed` what can bring loads that nobody checks.
 
     Raises:
@@ -207,7 +229,7 @@ def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
         )
 
 
-def why_whole_blocks_differ(kv_cache_groups: Sequence[Any]) -> str | None:
+def why_whole_blocks_differ(kv_cache_groups: Sequence[KVCacheGroupSpec]) -> str | None:
     """Why a stored value may not be one whole block of every token, or None."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,

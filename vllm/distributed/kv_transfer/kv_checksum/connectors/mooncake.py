@@ -7,9 +7,11 @@ decoded here and not with the response, whose decoding fails every load in it.
 Every producer worker sends the same bytes; who awaits them takes the first.
 """
 
+from __future__ import annotations
+
 from collections.abc import Container, Iterable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +22,17 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (  # noqa: E501
+        MooncakeXferResponse,
+        SendBlockMeta,
+    )
+    from vllm.v1.request import Request
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _payload_decoder = msgspec.msgpack.Decoder(bytes)
@@ -29,7 +42,7 @@ _DAMAGED = b""
 """Handed on instead of a payload that is none: it does not decode."""
 
 
-def mooncake_carrier(request: Any, receiving: bool) -> KVChecksumCarrier | None:
+def mooncake_carrier(request: Request, receiving: bool) -> KVChecksumCarrier | None:
     """How a request's payload travels; None: Mooncake does not move its KV.
 
     A producer sends nothing for a request without ``transfer_id``.
@@ -69,7 +82,9 @@ class MooncakeChecksums:
         self._received: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
 
     @staticmethod
-    def add_sent(response: Any, sent: Iterable[tuple[str, Any]]) -> None:
+    def add_sent(
+        response: MooncakeXferResponse, sent: Iterable[tuple[str, SendBlockMeta]]
+    ) -> None:
         """Add the payloads of requests whose KV was sent to a response, if any.
 
         Args:
@@ -99,7 +114,7 @@ class MooncakeChecksums:
             if req_id in payloads and req_id in awaited:
                 self._received.put((req_id, payloads[req_id]))
 
-    def finish(self, results: Any) -> None:
+    def finish(self, results: KVConnectorTransferResults) -> None:
         """Add what was received to `KVConnectorTransferResults` taken before."""
         while True:
             try:
@@ -110,6 +125,6 @@ class MooncakeChecksums:
                 results.kv_checksums[req_id] = payload
 
 
-def create_mooncake_checksums(vllm_config: Any) -> MooncakeChecksums | None:
+def create_mooncake_checksums(vllm_config: VllmConfig) -> MooncakeChecksums | None:
     """A Mooncake worker's payloads, or None if checksums are off."""
     return MooncakeChecksums() if sums_blocks(vllm_config) else None

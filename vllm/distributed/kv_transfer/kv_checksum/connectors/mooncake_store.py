@@ -9,10 +9,12 @@ each other's. Both sides of a connector decide alike, from the configuration,
 whether checksums are stored.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -29,6 +31,22 @@ from vllm.distributed.kv_transfer.kv_checksum.support import (
     why_whole_blocks_differ,
 )
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from zmq.sugar.frame import Frame
+    from zmq.sugar.socket import Socket
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_checksum.worker.worker import KVChecksumWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import (
+        MooncakeStoreScheduler,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
+        MooncakeStoreWorker,
+    )
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -50,7 +68,9 @@ _Index = Annotated[int, msgspec.Meta(ge=0)]
 _decoder = msgspec.msgpack.Decoder(dict[_Index, list[bytes]])
 
 
-def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
+def why_not_stored(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> str | None:
     """Why this instance stores no checksums, or None.
 
     Args:
@@ -88,7 +108,9 @@ class MooncakeStoreChecksums:
 
     """
 
-    def __init__(self, store_worker: Any, checksums: Any) -> None:
+    def __init__(
+        self, store_worker: MooncakeStoreWorker, checksums: KVChecksumWorker
+    ) -> None:
         self._worker, self._checksums = store_worker, checksums
         config = store_worker._kv_cache_config
         self._group_ids: Sequence[int] = config.prefix_cacheable_group_ids
@@ -115,7 +137,7 @@ class MooncakeStoreChecksums:
             db.store_layout.kv_caches_base_addr.append(address)
             db.store_layout.block_len.append(size)
 
-    def save(self, requests: Sequence[Any]) -> None:
+    def save(self, requests: Sequence[ReqMeta]) -> None:
         """Queue the entries of the blocks that a step's `ReqMeta` ask to store."""
         runs = []
         for request in requests:
@@ -134,7 +156,7 @@ class MooncakeStoreChecksums:
         if runs:
             self._checksums.save_block_checksums(runs)
 
-    def remove(self, frames: Sequence[Any]) -> bytes:
+    def remove(self, frames: Sequence[Frame]) -> bytes:
         """Answer a `REMOVE_MSG`: remove blocks' keys of every rank from the store.
 
         Forced, because the load that failed still holds a lease on them.
@@ -255,7 +277,7 @@ def _sizes(store: Any, key: str, replicas: Iterable[Any]) -> Iterable[int]:
 
 
 def create_mooncake_store_checksums(
-    store_worker: Any, checksums: Any, reason: str | None
+    store_worker: MooncakeStoreWorker, checksums: KVChecksumWorker, reason: str | None
 ) -> MooncakeStoreChecksums | None:
     """What a store worker does about checksums, or None, with the reason logged.
 
@@ -281,7 +303,7 @@ def create_mooncake_store_checksums(
 
 
 def remove_failures(
-    store_scheduler: Any, request: Any, bad: dict[int, list[int]]
+    store_scheduler: MooncakeStoreScheduler, request: Request, bad: dict[int, list[int]]
 ) -> None:
     """Ask the worker of rank 0 to remove blocks, without waiting for it.
 
@@ -307,7 +329,7 @@ def remove_failures(
     client.executor.submit(_send_remove, client.socket, message, which)
 
 
-def _send_remove(socket: Any, message: bytes, which: str) -> None:
+def _send_remove(socket: Socket, message: bytes, which: str) -> None:
     reason = "see rank 0's log"
     try:
         socket.send_multipart((REMOVE_MSG, message))

@@ -13,9 +13,11 @@ stands. Some NIXL back ends cut notifs, or end them at a zero byte: a WRITE coun
 complete wherever the plain part came through, whatever became of the payload.
 """
 
+from __future__ import annotations
+
 import binascii
 from collections.abc import Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import pybase64 as base64
@@ -23,6 +25,12 @@ import regex as re
 
 from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults,
+    )
 
 logger = init_logger(__name__)
 
@@ -167,7 +175,7 @@ class NixlPushChecksums:
 
     # ---- both
 
-    def finish(self, results: Any) -> None:
+    def finish(self, results: KVConnectorTransferResults) -> None:
         """End a step: add received payloads to its `KVConnectorTransferResults`.
 
         Payloads of sends that ended are dropped. One whose lease ran out is among
@@ -179,6 +187,6 @@ class NixlPushChecksums:
         results.kv_checksums, self._received = self._received, {}
 
 
-def create_nixl_push_checksums(vllm_config: Any) -> NixlPushChecksums | None:
+def create_nixl_push_checksums(vllm_config: VllmConfig) -> NixlPushChecksums | None:
     """A push worker's payloads, or None if checksums are off."""
     return NixlPushChecksums() if sums_blocks(vllm_config) else None

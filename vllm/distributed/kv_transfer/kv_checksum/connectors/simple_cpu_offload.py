@@ -6,8 +6,10 @@ The manager knows blocks by id and hash alone, so its scheduler side notes, wher
 picks a block to store, the position and the hash that the worker needs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +21,20 @@ from vllm.distributed.kv_transfer.kv_checksum.support import (
 )
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_checksum.worker.worker import KVChecksumWorker
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+    from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+
 logger = init_logger(__name__)
 
 
-def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
+def why_not_stored(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> str | None:
     """Why this instance stores no checksums, or None.
 
     Args:
@@ -56,7 +68,7 @@ class StoredRuns:
     def __init__(self) -> None:
         self._runs: list[BlockRun] = []
 
-    def add(self, group_id: int, position: int, block: Any) -> None:
+    def add(self, group_id: int, position: int, block: KVCacheBlock) -> None:
         """Note a block, next to the one noted before if it follows that.
 
         Args:
@@ -84,7 +96,9 @@ class StoredRuns:
         return runs
 
 
-def create_stored_runs(vllm_config: Any, kv_cache_config: Any) -> StoredRuns | None:
+def create_stored_runs(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> StoredRuns | None:
     """Where a manager notes what it stores, or None if no checksums are stored."""
     if why_not_stored(vllm_config, kv_cache_config) is not None:
         return None
@@ -92,7 +106,9 @@ def create_stored_runs(vllm_config: Any, kv_cache_config: Any) -> StoredRuns | N
 
 
 def drop_blocks(
-    manager: Any, block_hashes: Sequence[bytes], bad: dict[int, list[int]]
+    manager: SimpleCPUOffloadScheduler,
+    block_hashes: Sequence[bytes],
+    bad: dict[int, list[int]],
 ) -> None:
     """Forget host blocks, so that none of them is found again.
 
@@ -118,7 +134,7 @@ def drop_blocks(
 class BlockRegion:
     """The entries on a worker, seen as one more region of its cache."""
 
-    def __init__(self, checksums: Any, group_ids: Sequence[int]) -> None:
+    def __init__(self, checksums: KVChecksumWorker, group_ids: Sequence[int]) -> None:
         self._checksums = checksums
         self._entries: torch.Tensor = checksums.init_block_checksums(group_ids)
 
@@ -126,14 +142,14 @@ class BlockRegion:
         """The entries as int8, shape ``(num_blocks, 8)``."""
         return self._entries.view(torch.int8).view(len(self._entries), -1)
 
-    def save(self, metadata: Any) -> None:
+    def save(self, metadata: SimpleCPUOffloadMetadata | None) -> None:
         """Queue the entries of the blocks that this step stores."""
         if metadata is not None and metadata.kv_checksum_runs:
             self._checksums.save_block_checksums(metadata.kv_checksum_runs)
 
 
 def create_block_region(
-    checksums: Any, kv_cache_config: Any, reason: str | None
+    checksums: KVChecksumWorker, kv_cache_config: KVCacheConfig, reason: str | None
 ) -> BlockRegion | None:
     """What a worker does about checksums, or None, with the reason logged.
 

@@ -27,12 +27,14 @@ its transfer statistics are not collected, and vLLM does not recognize it by nam
 (NIXL with Mamba layers on CPU: set ``VLLM_SSM_CONV_STATE_LAYOUT=DS`` yourself).
 """
 
+from __future__ import annotations
+
 import binascii
 import functools
 import importlib
 import random
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pybase64 as base64
 import torch
@@ -62,6 +64,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorTransferResults,
+    )
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -159,7 +172,7 @@ def drill_faults(options: dict[str, Any]) -> dict[str, Fault]:
     return faults
 
 
-def wrapped_connector(extra_config: dict[str, Any]) -> Any:
+def wrapped_connector(extra_config: dict[str, Any]) -> type[KVConnectorBase_V1]:
     """The class of the connector that the drill wraps.
 
     Raises:
@@ -181,7 +194,7 @@ def wrapped_connector(extra_config: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _drilled(real: Any) -> type["KVChecksumFaultDrill"]:
+def _drilled(real: type) -> type[KVChecksumFaultDrill]:
     """`real` with the drill's methods before its own."""
     return type(
         f"KVChecksumFaultDrill_{real.__name__}", (KVChecksumFaultDrill, real), {}
@@ -193,12 +206,20 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
     wrapped connector's, which does whatever is not defined here."""
 
     def __new__(
-        cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any
-    ) -> "KVChecksumFaultDrill":
+        cls,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> KVChecksumFaultDrill:
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        return object.__new__(_drilled(wrapped_connector(extra_config)))
+        return object.__new__(_drilled(wrapped_connector(extra_config)))  # type: ignore[arg-type]
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ):
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         options = drill_options(extra_config)
         self._faults = drill_faults(options)
@@ -215,19 +236,21 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         logger.warning("%s is on for %s: %s", _SAYS, options["connector"], self._faults)
 
     @classmethod
-    def kv_checksum_wrapped_class(cls, vllm_config: Any) -> Any:
+    def kv_checksum_wrapped_class(
+        cls, vllm_config: VllmConfig
+    ) -> type[KVConnectorBase_V1]:
         """The connector that does what is not defined here."""
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         return wrapped_connector(extra_config)
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         real = wrapped_connector(extra_config)
         return real.get_required_kvcache_layout(vllm_config)
 
     @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         real = wrapped_connector(kv_transfer_config.kv_connector_extra_config)
         return real.supports_sleep_mode(kv_transfer_config)
 
@@ -252,13 +275,13 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._num_local[request.request_id] = num_computed_tokens
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         first = self._num_local.pop(request.request_id, 0)
@@ -286,7 +309,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             self._damage_text(request.request_id, fault, params, text)
 
     def _damage_text(
-        self, req_id: str, fault: Fault | None, params: dict[str, Any], text: Any
+        self, req_id: str, fault: Fault | None, params: dict[str, Any], text: object
     ) -> None:
         try:
             payload = base64.b64decode(text, validate=True)
@@ -298,14 +321,16 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         else:
             params[KV_TRANSFER_PARAMS_KEY] = base64.b64encode(damaged).decode("ascii")
 
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         if self._new_orders:
             meta.kv_checksum_fault_drill, self._new_orders = self._new_orders, {}
         return meta
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._num_local.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
@@ -330,11 +355,13 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             self._layers[group_id] = list(layers.values())
         super().register_kv_caches(kv_caches)
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._orders.update(getattr(connector_metadata, "kv_checksum_fault_drill", {}))
         super().bind_connector_metadata(connector_metadata)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+    def get_transfer_results(
+        self, finished_req_ids: set[str]
+    ) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         payloads = getattr(results, "kv_checksums", None) or {}
         for req_id, payload in list(payloads.items()):

@@ -7,9 +7,11 @@ to another would have the wrong KV verified. Both sides therefore compute digest
 what they were asked; 0 stands for nothing to be bound to.
 """
 
+from __future__ import annotations
+
 from array import array
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -22,13 +24,16 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.payload import PromptDigests
 
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
 _CHUNK = 8192
 """Pieces that are worked on at once, so that they stay in the processor's cache."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def prompt_digests(request: Any, num_tokens: int) -> PromptDigests:
+def prompt_digests(request: Request, num_tokens: int) -> PromptDigests:
     """Digests of a request's first prompt tokens, 64 bits, the same in every process.
 
     A digest is the number of tokens and the checksum's sum of terms over their ids, 32
@@ -58,7 +63,7 @@ def prompt_digests(request: Any, num_tokens: int) -> PromptDigests:
     )
 
 
-def _first_ids(token_ids: list[int], number: int) -> "array[int]":
+def _first_ids(token_ids: list[int], number: int) -> array[int]:
     """The first token ids; of numbers that are none, the low 32 bits."""
     ids = array("I")
     try:
@@ -83,7 +88,7 @@ def _sum_of_terms(pieces: np.ndarray, first: int) -> int:
     return total
 
 
-def is_other_prompt(request: Any, num_tokens: int, sent: PromptDigests) -> bool:
+def is_other_prompt(request: Request, num_tokens: int, sent: PromptDigests) -> bool:
     """Whether what was sent is the KV of another prompt than the request's.
 
     Args:
@@ -100,12 +105,12 @@ def is_other_prompt(request: Any, num_tokens: int, sent: PromptDigests) -> bool:
     return number < filled or prompt_digests(request, filled).whole != sent.beginning
 
 
-def is_bound(request: Any) -> bool:
+def is_bound(request: Request) -> bool:
     """Whether a request's prompt is all token ids, and so has digests."""
     return request.prompt_embeds is None and request.prompt_token_ids is not None
 
 
-def inputs_digest(request: Any, num_tokens: int) -> int:
+def inputs_digest(request: Request, num_tokens: int) -> int:
     """Digest of what else a request's first tokens are computed from, 64 bits.
 
     Identifiers and places of its multi-modal inputs, and the name of its LoRA adapter;

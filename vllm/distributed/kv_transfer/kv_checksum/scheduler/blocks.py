@@ -2,9 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which blocks of a request a connector transfers, and so which are summed."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +22,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     iter_layer_specs,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _NULL_BLOCK = 0
 
@@ -44,7 +51,7 @@ class TransferredBlocks:
 
 
 def sent_blocks(
-    kv_cache_config: Any, rows: Sequence[Sequence[int]], num_tokens: int
+    kv_cache_config: KVCacheConfig, rows: Sequence[Sequence[int]], num_tokens: int
 ) -> TransferredBlocks:
     """Find what a producer transfers of tokens ``[0, num_tokens)``, per group.
 
@@ -77,7 +84,7 @@ def sent_blocks(
 
 
 def loaded_blocks(
-    kv_cache_config: Any, blocks: Any, num_tokens: int
+    kv_cache_config: KVCacheConfig, blocks: KVCacheBlocks, num_tokens: int
 ) -> TransferredBlocks:
     """Find what a consumer loads of a request up to `num_tokens`, per group.
 
@@ -112,12 +119,12 @@ def loaded_blocks(
     return found
 
 
-def _unhashed_ids(row: Sequence[Any]) -> list[int]:
+def _unhashed_ids(row: Sequence[KVCacheBlock]) -> list[int]:
     """The ids of a row's blocks that are neither null nor hashed."""
     return [b.block_id for b in row if b.block_hash is None and not b.is_null]
 
 
-def _first_unhashed(row: Sequence[Any]) -> int | None:
+def _first_unhashed(row: Sequence[KVCacheBlock]) -> int | None:
     """Where in a row the blocks begin that are neither null nor hashed.
 
     None unless all of them follow one another and end the row.
@@ -135,7 +142,7 @@ def _first_unhashed(row: Sequence[Any]) -> int | None:
     return start if [block.block_id for block in row[start:]] == ids else None
 
 
-def _window_blocks(spec: Any, number: int) -> int:
+def _window_blocks(spec: KVCacheSpec, number: int) -> int:
     """How many of a group's last `number` blocks NIXL and Mooncake transfer."""
     if not isinstance(spec, SlidingWindowSpec):
         return number
@@ -143,7 +150,7 @@ def _window_blocks(spec: Any, number: int) -> int:
 
 
 def _add_state(
-    found: TransferredBlocks, group_id: int, spec: Any, ids: Sequence[int]
+    found: TransferredBlocks, group_id: int, spec: MambaSpec, ids: Sequence[int]
 ) -> None:
     """Add the block of the running state, at position 0.
 
@@ -160,7 +167,7 @@ def _add_state(
 
 
 def blocks_given_up(
-    kv_cache_config: Any,
+    kv_cache_config: KVCacheConfig,
     rows: Callable[[], Sequence[Sequence[int]]],
     blocks: KVChecksumBlocks,
 ) -> dict[int, int]:
@@ -188,18 +195,18 @@ def blocks_given_up(
     return given_up
 
 
-def group_spec(kv_cache_config: Any, group_id: int) -> Any:
+def group_spec(kv_cache_config: KVCacheConfig, group_id: int) -> KVCacheSpec:
     """A group's spec; of a group of several, the first (all are of one kind)."""
     spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
     return next(iter(iter_layer_specs(spec)))
 
 
-def gives_up_blocks(kv_cache_config: Any, group_id: int) -> bool:
+def gives_up_blocks(kv_cache_config: KVCacheConfig, group_id: int) -> bool:
     """Whether requests give up blocks of the group that they have passed."""
     return isinstance(group_spec(kv_cache_config, group_id), _WINDOWED_SPECS)
 
 
-def holds_states(kv_cache_config: Any, group_id: int) -> bool:
+def holds_states(kv_cache_config: KVCacheConfig, group_id: int) -> bool:
     """Whether the group's blocks hold states instead of tokens."""
     return isinstance(group_spec(kv_cache_config, group_id), MambaSpec)
 
@@ -222,7 +229,7 @@ class Units:
         return self.size * self.per_block
 
 
-def units_of_group(kv_cache_config: Any, group_id: int) -> Units:
+def units_of_group(kv_cache_config: KVCacheConfig, group_id: int) -> Units:
     """How a group's blocks are summed; a state counts as one token, whatever its block.
 
     So states are compared at any block sizes, and without the rule for the last

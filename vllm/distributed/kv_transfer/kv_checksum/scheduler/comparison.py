@@ -5,9 +5,11 @@
 Nothing here changes what it is given, counts or logs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -45,6 +47,10 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Unverified,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -57,13 +63,13 @@ class Comparison:
 
     """
 
-    kv_cache_config: Any
+    kv_cache_config: KVCacheConfig
     tp_size: int
     num_workers: int
 
     def make_payload(
         self,
-        request: Any,
+        request: Request,
         send: PendingSend | None,
         rows: Callable[[], Sequence[Sequence[int]]],
     ) -> KVChecksumPayload:
@@ -113,7 +119,7 @@ class Comparison:
             inputs_digest(request, num_tokens),
         )
 
-    def judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
+    def judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
         """Compare a load of `request` with its payload, which may be of any form."""
         try:
             payload = load.payload()

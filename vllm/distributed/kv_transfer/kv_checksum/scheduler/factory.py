@@ -2,9 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whether a scheduler checks loads in this configuration, and what it says if not."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
     KVChecksumScheduler,
@@ -17,11 +19,20 @@ from vllm.distributed.kv_transfer.kv_checksum.support import (
 )
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 logger = init_logger(__name__)
 
 
 def create_kv_checksum_scheduler(
-    vllm_config: Any, connector: Any, kv_cache_manager: Any, kv_cache_config: Any
+    vllm_config: VllmConfig,
+    connector: KVConnectorBase_V1,
+    kv_cache_manager: KVCacheManager,
+    kv_cache_config: KVCacheConfig,
 ) -> KVChecksumScheduler | None:
     """Create the scheduler's part, or None if checksums are off or cannot work here.
 
@@ -56,7 +67,7 @@ def create_kv_checksum_scheduler(
     )
 
 
-def _single_connectors(connector: Any) -> Iterator[Any]:
+def _single_connectors(connector: KVConnectorBase_V1) -> Iterator[KVConnectorBase_V1]:
     """The connector, or those inside it, in the order of `connector_coverage`."""
     inner = getattr(connector, "sub_connectors", None)
     if not inner:
@@ -65,7 +76,11 @@ def _single_connectors(connector: Any) -> Iterator[Any]:
         yield from _single_connectors(one)
 
 
-def _log_coverage_of(covered: ConnectorCoverage, connector: Any, transfer: Any) -> None:
+def _log_coverage_of(
+    covered: ConnectorCoverage,
+    connector: KVConnectorBase_V1,
+    transfer: KVTransferConfig,
+) -> None:
     """Log one line: how a connector's loads bring checksums, or why they do not."""
     if covered.not_checked is not None:
         logger.warning(
@@ -84,7 +99,7 @@ def _log_coverage_of(covered: ConnectorCoverage, connector: Any, transfer: Any) 
     )
 
 
-def _how_brought(connector: Any) -> str:
+def _how_brought(connector: KVConnectorBase_V1) -> str:
     """How loads bring checksums, carriers as the metrics call them."""
     load = SimpleNamespace(request_id="", kv_transfer_params=None)
     if (carrier := connector.kv_checksum_carrier(load, True)) is not None:

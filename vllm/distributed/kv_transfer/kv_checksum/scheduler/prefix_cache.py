@@ -8,14 +8,19 @@ cached or stored of it from then on, in any group and by any connector, is found
 none.
 """
 
+from __future__ import annotations
+
 import os
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 _SALT_BYTES = 16
 
 
-def disown(request: Any, first_bad_token: int, hash_block_size: int) -> None:
+def disown(request: Request, first_bad_token: int, hash_block_size: int) -> None:
     """Give a request's blocks from `first_bad_token` on hashes of their own.
 
     To be called before the blocks are cached. Hashes are chained, so those of blocks
@@ -32,7 +37,7 @@ def disown(request: Any, first_bad_token: int, hash_block_size: int) -> None:
         return  # nothing is cached
     salt = os.urandom(_SALT_BYTES)
 
-    def salted(request: Any) -> list[bytes]:
+    def salted(request: Request) -> list[bytes]:
         return [
             blake2b(h, digest_size=len(h), key=salt).digest() for h in hasher(request)
         ]

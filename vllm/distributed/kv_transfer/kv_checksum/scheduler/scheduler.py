@@ -13,12 +13,14 @@ Every load that starts ends as one of: verified, mismatch, unverified, failed by
 connector, aborted. The counters of these add up to that of loads started.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_checksum import metrics
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
@@ -66,6 +68,16 @@ from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.request import RequestStatus
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
 logger = init_logger(__name__)
 
 _SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -84,10 +96,10 @@ class KVChecksumScheduler:
 
     def __init__(
         self,
-        vllm_config: Any,
-        connector: Any,
-        kv_cache_manager: Any,
-        kv_cache_config: Any,
+        vllm_config: VllmConfig,
+        connector: KVConnectorBase_V1,
+        kv_cache_manager: KVCacheManager,
+        kv_cache_config: KVCacheConfig,
     ) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.fail_closed: bool = transfer.kv_checksum_fail_closed
@@ -159,7 +171,7 @@ class KVChecksumScheduler:
 
     # ---- schedule()
 
-    def admit(self, request: Any, num_tokens: int | None, is_async: bool) -> bool:
+    def admit(self, request: Request, num_tokens: int | None, is_async: bool) -> bool:
         """Whether a request may load what its connector offers.
 
         A load in the step that uses it cannot be kept from it, whatever comes of a
@@ -181,7 +193,7 @@ class KVChecksumScheduler:
 
     def add_recv(
         self,
-        request: Any,
+        request: Request,
         num_local_tokens: int,
         num_tokens: int,
         is_async: bool = True,
@@ -228,7 +240,7 @@ class KVChecksumScheduler:
         self._recvs[req_id] = load
         self._started.append(load)
 
-    def add_send(self, request: Any) -> None:
+    def add_send(self, request: Request) -> None:
         """The step being scheduled finishes the KV of a prompt that is to be sent."""
         req_id = request.request_id
         rows = self.kv_cache_manager.get_block_ids(req_id)
@@ -239,7 +251,9 @@ class KVChecksumScheduler:
         self._scheduled.reqs_to_send[req_id] = found.blocks
         self._sends[req_id] = PendingSend(req_id, found.blocks)
 
-    def after_schedule(self, output: Any, requests: Mapping[str, Any]) -> None:
+    def after_schedule(
+        self, output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> None:
         """Find the prompts that this step finishes and fill in the step's request.
 
         Only requests that start in this step are looked at, and those that are to be
@@ -276,7 +290,7 @@ class KVChecksumScheduler:
 
     # ---- update_from_output()
 
-    def collect(self, output: Any) -> None:
+    def collect(self, output: KVConnectorOutput | None) -> None:
         """Take the workers' records out of a `KVConnectorOutput` (None: no step)."""
         self._reporter.tick()
         if output is None or output.kv_checksums is None:
@@ -303,8 +317,8 @@ class KVChecksumScheduler:
 
     def verify(
         self,
-        output: Any,
-        requests: Mapping[str, Any],
+        output: KVConnectorOutput | None,
+        requests: Mapping[str, Request],
         known_failed: Iterable[str] = (),
         scheduled: KVChecksumScheduled | None = None,
     ) -> dict[str, int]:
@@ -337,7 +351,7 @@ class KVChecksumScheduler:
         return bad
 
     def _give_up(
-        self, req_id: str, requests: Mapping[str, Any], bad: dict[str, int]
+        self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
     ) -> None:
         """A load failed, as its connector reports: nothing of it is compared."""
         load = self._recvs.pop(req_id)
@@ -352,7 +366,7 @@ class KVChecksumScheduler:
             bad[req_id] = 0
 
     def _end(
-        self, req_id: str, requests: Mapping[str, Any], bad: dict[str, int]
+        self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
     ) -> None:
         """A load finished: judge it, say and count it, and see to its consequences."""
         load = self._recvs.pop(req_id)
@@ -377,7 +391,7 @@ class KVChecksumScheduler:
 
     def _see_to(
         self,
-        request: Any,
+        request: Request,
         load: PendingLoad,
         verdict: LoadVerdict,
         bad: dict[str, int],
@@ -396,7 +410,9 @@ class KVChecksumScheduler:
             if not self.recompute:
                 self._errors[req_id] = client_error(verdict)
 
-    def _keep_away(self, request: Any, load: PendingLoad, verdict: LoadVerdict) -> None:
+    def _keep_away(
+        self, request: Request, load: PendingLoad, verdict: LoadVerdict
+    ) -> None:
         """Keep what is bad, or not whole, of a load that is used from later requests.
 
         Of a window's first block, the part that the producer did not send holds
@@ -429,7 +445,7 @@ class KVChecksumScheduler:
             return load.connector
         return remote_engine(load.params)
 
-    def keep_verified(self, bad: dict[str, int], requests: dict[str, Any]) -> None:
+    def keep_verified(self, bad: dict[str, int], requests: dict[str, Request]) -> None:
         """Leave out of a recompute what `verify` found good.
 
         To be called once the scheduler has marked the loads as failed. It then
@@ -445,7 +461,7 @@ class KVChecksumScheduler:
             return 0
         return verdict.good_blocks(0) * self._block_size(0)
 
-    def attach_errors(self, outputs: Any) -> None:
+    def attach_errors(self, outputs: Iterable[Iterable[EngineCoreOutput]]) -> None:
         """Give the outputs of requests that fail in this step their reason.
 
         Args:
@@ -460,7 +476,7 @@ class KVChecksumScheduler:
                 output.error = RequestError(code="kv_checksum", message=text)
 
     def request_finished(
-        self, request: Any, params: dict[str, Any] | None
+        self, request: Request, params: dict[str, Any] | None
     ) -> dict[str, Any] | None:
         """`request` ended: drop what is held for it, hand its payload to its carrier.
 
@@ -518,7 +534,7 @@ class KVChecksumScheduler:
     def _block_size(self, group_id: int) -> int:
         return units_of_group(self.kv_cache_config, group_id).block_size
 
-    def _judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
+    def _judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
         if load.unverified is not None:
             return LoadVerdict(unverified=load.unverified)
         if not load.blocks.stored:

@@ -9,8 +9,10 @@ about what is stored. A request whose load failed is kept from the caches: it wo
 the same blocks again.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +35,11 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
 )
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
 logger = init_logger(__name__)
 
 
@@ -47,13 +54,16 @@ class StoredLoads:
     """
 
     def __init__(
-        self, connector: Any, kv_cache_config: Any, hash_block_size: int
+        self,
+        connector: KVConnectorBase_V1,
+        kv_cache_config: KVCacheConfig,
+        hash_block_size: int,
     ) -> None:
         self._connector = connector
         self._groups = kv_cache_config.kv_cache_groups
         self._hash_block_size = hash_block_size
 
-    def covers(self, request: Any, num_tokens: int) -> bool:
+    def covers(self, request: Request, num_tokens: int) -> bool:
         """Whether a load of `num_tokens` that starts brings checksums back."""
         sources = self._connector.get_kv_checksum_sources(request)
         if not sources:
@@ -62,7 +72,10 @@ class StoredLoads:
         return bool(tiers) and set(tiers) <= set(sources)
 
     def judge(
-        self, request: Any, blocks: KVChecksumBlocks, records: list[KVChecksumRecord]
+        self,
+        request: Request,
+        blocks: KVChecksumBlocks,
+        records: list[KVChecksumRecord],
     ) -> LoadVerdict:
         """Compare what every worker summed with what it had stored.
 
@@ -91,7 +104,7 @@ class StoredLoads:
             verdict.unverified = Unverified.NO_PAYLOAD
         return verdict
 
-    def drop_mismatched(self, request: Any, verdict: LoadVerdict) -> int:
+    def drop_mismatched(self, request: Request, verdict: LoadVerdict) -> int:
         """Have the blocks dropped that were compared and differ; how many are."""
         bad = {i: g.positions for i, g in verdict.groups.items() if g.positions}
         if bad:
@@ -103,7 +116,7 @@ class StoredLoads:
             self._connector.on_kv_checksum_failure(request, bad)
         return sum(map(len, bad.values()))
 
-    def give_up(self, request: Any) -> None:
+    def give_up(self, request: Request) -> None:
         """Keep a request whose load failed from the caches; what is stored stays.
 
         Neither cache is asked again for it: whatever the connector still holds, the

@@ -9,8 +9,10 @@ each was seen written by vLLM's own writer, token by token
 (`test_kv_checksum_writers.py`, docs/design/kv_checksum.md).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +35,9 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     read_as,
     slice_factors,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 COVERED_SPECS = frozenset(
     {
@@ -71,7 +76,7 @@ _V4_SEGMENTS = (576, 8)
 
 def attention_slices(
     name: str,
-    spec: Any,
+    spec: AttentionSpec,
     cache: torch.Tensor,
     num_blocks: int,
     shard: Sharding,
@@ -105,7 +110,7 @@ def attention_slices(
     )
 
 
-def _identity(spec: Any, layer: LayerFormat, heads: int) -> str:
+def _identity(spec: AttentionSpec, layer: LayerFormat, heads: int) -> str:
     """How an unsharded layer's bytes are read, whatever its TP size and layout."""
     stored_as = getattr(spec, "cache_dtype_str", None)
     elements = layer.cache_dtype or element_format(stored_as) or str(spec.dtype)
@@ -116,7 +121,7 @@ def _identity(spec: Any, layer: LayerFormat, heads: int) -> str:
 # ---- what is known of a layer's blocks
 
 
-def token_order(spec: Any, layer: LayerFormat) -> TokenOrder:
+def token_order(spec: AttentionSpec, layer: LayerFormat) -> TokenOrder:
     """In which order a layer's blocks hold its tokens' bytes.
 
     Raises:
@@ -153,7 +158,7 @@ def token_order(spec: Any, layer: LayerFormat) -> TokenOrder:
     return layer.order
 
 
-def kind_of_cells(spec: Any) -> str:
+def kind_of_cells(spec: AttentionSpec) -> str:
     """How a token's bytes are quantized: the mode's name, or a format of its own."""
     from vllm.v1 import kv_cache_interface as interface
 
@@ -169,7 +174,7 @@ def kind_of_cells(spec: Any) -> str:
     return interface.get_kv_quant_mode(stored_as).name
 
 
-def _cell_order(spec: Any) -> TokenOrder | None:
+def _cell_order(spec: AttentionSpec) -> TokenOrder | None:
     """The order that the spec alone tells; None if it is not known."""
     kind, cells, content = (
         type(spec).__name__,
@@ -191,7 +196,7 @@ def _cell_order(spec: Any) -> TokenOrder | None:
     return None
 
 
-def _ds_mla_order(spec: Any) -> TokenOrder | None:
+def _ds_mla_order(spec: AttentionSpec) -> TokenOrder | None:
     """DeepSeek's packed latents: V3.2's are rows, V4's lie apart from their scales."""
     kind, version = type(spec).__name__, spec.model_version
     content = spec.state_content_bytes if spec.dtype == torch.uint8 else None
@@ -202,7 +207,7 @@ def _ds_mla_order(spec: Any) -> TokenOrder | None:
     return None
 
 
-def _quantization_remarks(spec: Any) -> tuple[str, ...]:
+def _quantization_remarks(spec: AttentionSpec) -> tuple[str, ...]:
     """What stays outside a quantized layer's cells: the scales of whole tensors."""
     if kind_of_cells(spec) == "FP8_PER_TENSOR":
         return ("per-tensor KV scales (model weights, outside the cache)",)
@@ -216,7 +221,7 @@ _Parts = list[tuple[torch.Tensor, int]]
 
 
 def _parts(
-    spec: Any, cache: torch.Tensor, num_blocks: int, order: TokenOrder
+    spec: AttentionSpec, cache: torch.Tensor, num_blocks: int, order: TokenOrder
 ) -> tuple[int, int, _Parts]:
     """A piece's width, a token's pieces, and the views that hold them."""
     ratio = block_ratio(cache, num_blocks)
@@ -238,7 +243,7 @@ def _parts(
     return width, token_bytes // width, _cpu_tiles(cache, ratio, width)
 
 
-def _check_shape(spec: Any, cache: torch.Tensor, num_blocks: int) -> None:
+def _check_shape(spec: AttentionSpec, cache: torch.Tensor, num_blocks: int) -> None:
     """Raise `SkipGroup` unless the cache has the spec's heads and block size."""
     total, heads, tokens, _ = cache.shape
     if total // num_blocks * tokens != spec.block_size:

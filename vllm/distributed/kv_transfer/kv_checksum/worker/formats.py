@@ -7,14 +7,20 @@ bytes mean; neither is in its spec. `BACKENDS` lists the backends whose blocks w
 seen written (`test_kv_checksum_writers.py`); what is not in it is not covered.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 
 class TokenOrder(Enum):
@@ -112,7 +118,7 @@ def backend_class(backend: type) -> type:
 
 
 def layer_formats(
-    vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]
+    vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, LayerFormat]:
     """How each layer keeps its cache, by layer name."""
     layers = vllm_config.compilation_config.static_forward_context
@@ -123,7 +129,7 @@ def layer_formats(
 
 
 def layer_format(
-    vllm_config: Any, name: str, layer: Any, cache: torch.Tensor
+    vllm_config: VllmConfig, name: str, layer: AttentionLayerBase, cache: torch.Tensor
 ) -> LayerFormat:
     """How one layer keeps its cache."""
     if layer is None or not hasattr(layer, "get_attn_backend"):
@@ -180,7 +186,7 @@ def element_format(cache_dtype: str | None) -> str | None:
     return float8 if cache_dtype in ("fp8", "fp8_e4m3") else f"{cache_dtype} {float8}"
 
 
-def cache_dtype_of(layer: Any, asked: str | None) -> str | None:
+def cache_dtype_of(layer: AttentionLayerBase, asked: str | None) -> str | None:
     """The element format of a layer's cache, an indexer's with that of its scales."""
     if not hasattr(layer, "uses_shuffled_layout"):
         return element_format(asked)
@@ -204,7 +210,7 @@ widths of an element in bytes."""
 
 
 def cpu_order(
-    vllm_config: Any, layer: Any, cache: torch.Tensor
+    vllm_config: VllmConfig, layer: AttentionLayerBase, cache: torch.Tensor
 ) -> tuple[TokenOrder | None, str | None]:
     """CPU attention's order of tokens, or why it is not known."""
     isa = getattr(layer, "isa", None)
@@ -229,7 +235,7 @@ def cpu_order(
 # ---- sparse indexers
 
 
-def indexer_problem(layer: Any, cache: torch.Tensor) -> str | None:
+def indexer_problem(layer: AttentionLayerBase, cache: torch.Tensor) -> str | None:
     """Why a sparse indexer's blocks are not values, then scales; None if they are."""
     shuffled = getattr(layer, "uses_shuffled_layout", None)
     if shuffled is None:

@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """KV cache groups: which layers count, how they are numbered, what is skipped."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,12 +29,15 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     module_of,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
 _BY_SPEC = LayerFormat()
 
 
 def build_group(
     group_id: int,
-    group: Any,
+    group: KVCacheGroupSpec,
     caches: Mapping[str, torch.Tensor],
     num_blocks: int,
     shard: Sharding,
@@ -95,12 +100,12 @@ def build_group(
 
 
 def _owner_specs(
-    names: list[str], group_spec: Any, caches: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
+    names: list[str], group_spec: KVCacheSpec, caches: Mapping[str, torch.Tensor]
+) -> dict[str, KVCacheSpec]:
     """Specs by layer name in (number, name) order, aliases of one cache left out."""
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     modules: dict[int, str] = {}
-    specs: dict[str, Any] = {}
+    specs: dict[str, KVCacheSpec] = {}
     for name in sorted(names, key=lambda n: (layer_number(n), n)):
         cache = caches[name]
         place = (cache.data_ptr(), tuple(cache.shape), tuple(cache.stride()))
@@ -118,7 +123,7 @@ def _owner_specs(
     return specs
 
 
-def describe_group(group: Any) -> str:
+def describe_group(group: KVCacheGroupSpec) -> str:
     """A group's spec types and number of layers, for log lines."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 

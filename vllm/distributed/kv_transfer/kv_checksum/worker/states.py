@@ -15,10 +15,12 @@ value, whatever the TP size and the conv state's layout. Where it does not say, 
 covered bytes are one slice per TP shard, comparable at equal TP sizes alone.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,10 +37,13 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     slice_factors,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MambaStateSplit
+
 COVERED_STATES = 2
 
 
-def is_state_spec(spec: Any) -> bool:
+def is_state_spec(spec: KVCacheSpec) -> bool:
     """Whether blocks of this spec hold states instead of tokens."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -56,7 +61,7 @@ class _Rows:
 
 def state_slices(
     name: str,
-    spec: Any,
+    spec: MambaSpec,
     cache: torch.Tensor,
     num_blocks: int,
     shard: Sharding,
@@ -85,7 +90,7 @@ def state_slices(
 
 def _whole_slices(
     name: str,
-    spec: Any,
+    spec: MambaSpec,
     cache: torch.Tensor,
     covered: Sequence[tuple[tuple[int, ...], torch.dtype]],
     size: int,
@@ -112,7 +117,7 @@ def _whole_slices(
 
 def _split_slices(
     name: str,
-    spec: Any,
+    spec: MambaSpec,
     cache: torch.Tensor,
     covered: Sequence[tuple[tuple[int, ...], torch.dtype]],
     shard: Sharding,
@@ -151,7 +156,7 @@ def _split_slices(
     return slices
 
 
-def _steps(shape: tuple[int, ...], split: Any) -> tuple[int, int]:
+def _steps(shape: tuple[int, ...], split: MambaStateSplit) -> tuple[int, int]:
     """Elements from one row to the next, and from one of a row's elements to the next.
 
     Raises:
@@ -204,7 +209,7 @@ def _global_rows(
 
 
 def _identity(
-    shape: tuple[int, ...], dtype: torch.dtype, split: Any, shard: Sharding
+    shape: tuple[int, ...], dtype: torch.dtype, split: MambaStateSplit, shard: Sharding
 ) -> str:
     """A state as an unsharded layer has it: segments, other dims, dtype."""
     segments = [size * shard.tp_size // replicas for size, replicas in split.segments]

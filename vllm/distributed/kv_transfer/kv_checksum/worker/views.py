@@ -8,10 +8,12 @@ skipped whole, with its reason: never a silently wrong subset. Attention layers
 are in `cells`, states in `mamba`, groups in `groups`.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +23,9 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     slice_factor,
     unit_size,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -170,19 +175,19 @@ def module_of(name: str) -> str:
     return ".".join(parts[: at + 1])
 
 
-def layer_hash(name: str, spec: Any, identity: str) -> int:
+def layer_hash(name: str, spec: KVCacheSpec, identity: str) -> int:
     """A layer's share of the fingerprint; stable across machines and versions."""
     text = f"{name}|{type(spec).__name__}|{identity}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def layer_spec(group_spec: Any, name: str) -> Any:
+def layer_spec(group_spec: KVCacheSpec, name: str) -> KVCacheSpec | None:
     """A layer's own spec, or None for an alias that a uniform-type spec lacks."""
     specs = getattr(group_spec, "kv_cache_specs", None)
     return group_spec if specs is None else specs.get(name)
 
 
-def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
+def head_placement(spec: AttentionSpec, shard: Sharding) -> tuple[ReplicaKey, int]:
     """This rank's replica key and its first global head of a layer.
 
     Raises:
@@ -318,7 +323,9 @@ def units_of(blocks: torch.Tensor) -> torch.Tensor:
     raise SkipGroup(f"kernel blocks of {tokens} tokens and units of {size} do not nest")
 
 
-def slice_factors(layer: int, heads: Iterable[int], device: Any) -> torch.Tensor:
+def slice_factors(
+    layer: int, heads: Iterable[int], device: torch.device
+) -> torch.Tensor:
     """The factors of a layer's heads, as signed int64 on `device`."""
     values = [slice_factor(layer, head) for head in heads]
     signed = [v - 2**64 if v >= 2**63 else v for v in values]

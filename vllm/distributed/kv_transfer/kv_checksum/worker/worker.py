@@ -8,9 +8,11 @@ them first (the pickling thread, or the scheduler in the same process) waits for
 that copy's event.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,6 +51,12 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
 from vllm.logger import init_logger
 from vllm.utils import torch_utils
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 __all__ = [
     "KVChecksumOutput",
     "KVChecksumWorker",
@@ -69,7 +77,7 @@ class PendingCopy:
     parts: list[RowSpan]
     host: torch.Tensor
     device: torch.Tensor
-    event: Any = None
+    event: torch.cuda.Event | None = None
 
     def finalize(self) -> KVChecksumRecord:
         if self.event is not None:
@@ -93,7 +101,7 @@ class KVChecksumOutput:
     Pickles as its records; `finalize` may be called from any thread, repeatedly.
     """
 
-    def __init__(self, entries: "list[PendingCopy | KVChecksumRecord]") -> None:
+    def __init__(self, entries: list[PendingCopy | KVChecksumRecord]) -> None:
         self._entries = entries
 
     def finalize(self) -> list[KVChecksumRecord]:
@@ -103,11 +111,11 @@ class KVChecksumOutput:
         ]
         return list(self._entries)  # type: ignore[arg-type]
 
-    def aggregate(self, other: "KVChecksumOutput | None") -> "KVChecksumOutput":
+    def aggregate(self, other: KVChecksumOutput | None) -> KVChecksumOutput:
         """Both outputs' records in a new output, without waiting."""
         return KVChecksumOutput(self._entries + (other._entries if other else []))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[list[KVChecksumRecord]]]:
         return KVChecksumOutput, (self.finalize(),)
 
 
@@ -126,7 +134,7 @@ class KVChecksumWorker:
 
     def __init__(
         self,
-        kv_cache_config: Any,
+        kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor],
         *,
         tp_rank: int,
@@ -176,7 +184,7 @@ class KVChecksumWorker:
         self._equal_tp = frozenset(i for i, g in self.groups.items() if g.equal_tp)
         self._log_coverage(kv_cache_config, tp_size)
 
-    def _log_coverage(self, kv_cache_config: Any, tp_size: int) -> None:
+    def _log_coverage(self, kv_cache_config: KVCacheConfig, tp_size: int) -> None:
         """One line for what is covered, one for what is not (startup)."""
         here = f"PP rank {self.pp_rank}, TP rank {self.tp_rank}"
         kinds = {
@@ -392,7 +400,9 @@ def _max_gather_bytes() -> int:
 
 
 def create_kv_checksum_worker(
-    vllm_config: Any, connector: Any, kv_caches: Mapping[str, torch.Tensor]
+    vllm_config: VllmConfig,
+    connector: KVConnectorBase_V1,
+    kv_caches: Mapping[str, torch.Tensor],
 ) -> KVChecksumWorker | None:
     """Create the worker's part and hand it to the connector.
 
@@ -428,7 +438,7 @@ def create_kv_checksum_worker(
     return worker
 
 
-def _of_all_ranks(skipped: dict[int, str], group: Any) -> dict[int, str]:
+def _of_all_ranks(skipped: dict[int, str], group: GroupCoordinator) -> dict[int, str]:
     """What the ranks of a process group skip, all together."""
     if group.world_size == 1:
         return skipped
@@ -437,7 +447,7 @@ def _of_all_ranks(skipped: dict[int, str], group: Any) -> dict[int, str]:
     return {i: reason for one in reversed(found) for i, reason in one.items()}
 
 
-def _uniform_kv_heads(vllm_config: Any) -> int | None:
+def _uniform_kv_heads(vllm_config: VllmConfig) -> int | None:
     """The KV head count that every layer, a draft model's too, shares, or None."""
     model = vllm_config.model_config
     heads = model.get_total_num_kv_heads()

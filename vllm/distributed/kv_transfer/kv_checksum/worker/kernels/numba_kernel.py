@@ -9,7 +9,7 @@ and along consecutive slices, so every loop here is a run of pieces under
 makes SIMD of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -40,7 +40,7 @@ _AHEAD, _CACHE_LINE = 1024, 8
 _UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
-def _jit(function: Any) -> Any:
+def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no folder to cache in
