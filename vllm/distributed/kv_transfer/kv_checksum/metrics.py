@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Prometheus metrics. Label values come from fixed sets.
+"""Define the counters, their keys, and the Prometheus metrics made of them.
 
 The scheduler counts into a flat ``dict[str, int]`` (keys such as
 ``loads:verified:kv_transfer_params``), which travels with vLLM's scheduler
-statistics; this module turns it into metrics in the API server.
+statistics; `KVChecksumProm` turns it into metrics in the API server. Label values come
+from fixed sets. The keys are made here alone, and need no Prometheus.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _carrier_label(carrier: KVChecksumCarrier | None) -> str:
 
 
 class KVChecksumProm:
-    """The metrics of one API server.
+    """The metrics of one API server: adds up the counts of its engines.
 
     Args:
         counter_cls, gauge_cls: the Prometheus classes of the logger.
@@ -171,7 +172,13 @@ class KVChecksumProm:
                 self._counters[index, key] = counter.labels(*values)
 
     def observe(self, stats: dict[str, int], engine_index: int) -> None:
-        """Add one step's counts; a gauge takes its number as it is."""
+        """Add the counts of one step; a gauge is set to its number.
+
+        Args:
+            stats: counts by key.
+            engine_index: the engine that counted them.
+
+        """
         for key, number in stats.items():
             gauge = self._gauges.get((engine_index, key))
             if gauge is not None:

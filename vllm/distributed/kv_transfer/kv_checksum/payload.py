@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a producer tells a consumer: the checksums of one request's KV.
+"""Encode and decode payloads: what a producer tells a consumer about one request.
 
 Wire form: msgpack of ``(version, body)``, the body decoded with its type. Values
 are little-endian uint64. Version 1 had sums of whole blocks, of another definition, and
@@ -48,9 +48,15 @@ class KVChecksumCarrier(Enum):
     """None is sent: each block's checksum is stored with its KV and loaded back."""
 
     def of_request(self, request: Request, receiving: bool) -> KVChecksumCarrier | None:
-        """This carrier if a prefill of `request` is sent, or its result loaded.
+        """Return this carrier if a prefill of `request` is sent, or its result loaded.
 
-        None for a request that is neither, and for a load from a decode instance.
+        Return None for a request that is neither, and for a load from a decode
+        instance.
+
+        Args:
+            request: the request that is sent or loaded.
+            receiving: whether this instance loads the request's KV.
+
         """
         if receiving:
             return None if is_from_decode(request) else self
@@ -58,7 +64,7 @@ class KVChecksumCarrier(Enum):
 
 
 def transfer_params(request: Request) -> dict[str, Any]:
-    """A request's ``kv_transfer_params``; empty if they are no mapping.
+    """Return a request's ``kv_transfer_params``, or an empty mapping if they are none.
 
     Clients can send anything there (``vllm_xargs``), and not every connector looks.
     """
@@ -67,9 +73,9 @@ def transfer_params(request: Request) -> dict[str, Any]:
 
 
 def is_from_decode(request: Request) -> bool:
-    """Whether a load that starts is of KV that a decode instance computed.
+    """Tell whether a load that starts is of KV that a decode instance computed.
 
-    To be asked before the connector is told that the load starts: NIXL honours
+    Call this before the connector is told that the load starts: NIXL honours
     ``do_remote_prefill`` before ``do_remote_decode``, and then clears it.
     """
     params = transfer_params(request)
@@ -78,9 +84,10 @@ def is_from_decode(request: Request) -> bool:
 
 
 def take_text(request: Request) -> object:
-    """Take the payload out of a request's ``kv_transfer_params``; None for nothing.
+    """Remove the payload from a request's ``kv_transfer_params`` and return it.
 
-    They go to every worker with the request, and nobody needs it there.
+    They go to every worker with the request, and nobody needs it there. Return None
+    if there is no payload.
     """
     return transfer_params(request).pop(KV_TRANSFER_PARAMS_KEY, None)
 
@@ -90,7 +97,7 @@ class PayloadVersionError(ValueError):
 
 
 class PromptDigests(NamedTuple):
-    """Digests of a prompt's first tokens.
+    """Digests of a prompt's first tokens, 64 bits each; 0: not bound to a prompt.
 
     Attributes:
         whole: of all of them.
@@ -103,7 +110,9 @@ class PromptDigests(NamedTuple):
 
 
 class OtherCopies(NamedTuple):
-    """Where other copies of a group's KV on the producer differ from the first.
+    """The units in which other copies of a group's KV differ from the first one.
+
+    They are copies on the producer, which several TP ranks hold.
 
     Attributes:
         copy: which copy, shape ``(n,)``.
@@ -119,7 +128,7 @@ class OtherCopies(NamedTuple):
 
 @dataclass
 class GroupChecksums:
-    """Checksums of one KV cache group.
+    """Whole-model sums of one KV cache group, as a producer sends them.
 
     Attributes:
         fingerprint: identifies the group's layers (uint64).
@@ -180,7 +189,7 @@ _groups_decoder = msgspec.msgpack.Decoder(
 
 
 def encode(payload: KVChecksumPayload) -> bytes:
-    """The wire form of `payload`."""
+    """Encode `payload` in its wire form."""
     groups = {
         group_id: _WireGroup(
             g.fingerprint,
@@ -267,7 +276,7 @@ def _decode_copies(data: bytes, num_values: int) -> OtherCopies | None:
 
 
 def encode_text(payload: KVChecksumPayload) -> str:
-    """The wire form as base64, for JSON."""
+    """Encode `payload` in its wire form, as base64 for JSON."""
     return base64.b64encode(encode(payload)).decode("ascii")
 
 
@@ -303,13 +312,13 @@ def decode_map(
         found: _Map = decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
         raise ValueError(str(error)) from None
-    if len(found) != _entries(data):
+    if len(found) != _num_pairs(data):
         raise ValueError("a map holds a key twice")
     return found
 
 
-def _entries(data: bytes | memoryview) -> int:
-    """How many entries the map that `data` begins with claims to have."""
+def _num_pairs(data: bytes | memoryview) -> int:
+    """Return how many pairs the msgpack map at the start of `data` claims to have."""
     first = data[0]
     if first < 0x90:
         return first & 0x0F

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which connectors' loads are checked in a configuration, and what is refused.
+"""Decide which connectors' loads are checked in a configuration, and refuse others.
 
-Told from the configuration alone, so that what `kv_checksum_fail_closed` refuses is
-refused before any connector exists. What depends on the KV cache groups is known once
-they are planned, and asked again then; what depends on the caches themselves, once the
-workers have them.
+The decision rests on the configuration alone, so that what `kv_checksum_fail_closed`
+refuses is refused before any connector exists. What depends on the KV cache groups is
+known once they are planned, and asked again then; what depends on the caches
+themselves, once the workers have them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _EXECUTORS = {
 
 @dataclass(frozen=True)
 class ConnectorCoverage:
-    """What is known of one connector, or of one inside a MultiConnector.
+    """Coverage of one connector, or of one inside a MultiConnector.
 
     Attributes:
-        name: as the configuration calls it.
-        not_checked: why nobody checks what it loads, or None.
+        name: the connector's name in the configuration.
+        not_checked: why nobody checks the loads of this connector, or None.
 
     """
 
@@ -44,7 +44,7 @@ class ConnectorCoverage:
 
 
 def declares(connector_class: type, method: str) -> bool:
-    """Whether a connector's class has a method of its own in place of the default."""
+    """Tell whether a connector's class overrides a method of `KVConnectorBase_V1`."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return getattr(connector_class, method) is not getattr(KVConnectorBase_V1, method)
@@ -53,7 +53,11 @@ def declares(connector_class: type, method: str) -> bool:
 def serving_connector(
     connector: KVConnectorBase_V1, request: Request
 ) -> KVConnectorBase_V1:
-    """The connector that loads `request`: the one chosen inside, or `connector`."""
+    """Return the connector that loads `request`.
+
+    That is `connector` itself, unless it holds others: then the one that it chose for
+    the request, once it has chosen.
+    """
     while inner := getattr(connector, "sub_connectors", None):
         chosen = connector._requests_to_connector.get(request.request_id)
         if chosen is None:
@@ -66,6 +70,8 @@ def connector_coverage(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> list[ConnectorCoverage]:
     """Tell for every connector of a configuration whether its loads are checked.
+
+    A connector that holds others (a MultiConnector) is replaced by those.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -84,7 +90,10 @@ def connector_coverage(
 def _connector_classes(
     vllm_config: VllmConfig,
 ) -> Iterator[tuple[type[KVConnectorBase_V1], VllmConfig]]:
-    """The connectors' classes with their configurations, those inside others alone."""
+    """Yield connector classes with their configurations.
+
+    A connector that holds others is replaced by those, in order.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     found = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
@@ -116,7 +125,7 @@ def _why_not_checked(
 
 
 def why_off(vllm_config: VllmConfig) -> str | None:
-    """Why checksums cannot work at all in this configuration, or None."""
+    """Return why checksums cannot work at all in this configuration, or None."""
     parallel = vllm_config.parallel_config
     sizes = (
         parallel.decode_context_parallel_size,
@@ -128,7 +137,10 @@ def why_off(vllm_config: VllmConfig) -> str | None:
 
 
 def _why_reports_are_lost(parallel_config: ParallelConfig) -> str | None:
-    """Why the executor does not bring every worker's report to the scheduler."""
+    """Return why some workers' reports do not reach the scheduler, or None.
+
+    That depends on how the executor collects the workers' outputs.
+    """
     import vllm.envs as envs
 
     names = _executor_names(parallel_config.distributed_executor_backend)
@@ -151,7 +163,7 @@ def _why_reports_are_lost(parallel_config: ParallelConfig) -> str | None:
 
 
 def _executor_names(backend: str | type[Executor] | None) -> set[str | None]:
-    """The short name of an executor, or the names of its class and their bases."""
+    """Return an executor's short name, or the names of its class and its bases."""
     if isinstance(backend, str) and "." in backend:
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -164,7 +176,7 @@ def _executor_names(backend: str | type[Executor] | None) -> set[str | None]:
 def sums_blocks(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> bool:
-    """Whether checksums are on and any connector needs sums."""
+    """Tell whether checksums are on and any connector needs sums."""
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum or why_off(vllm_config) is not None:
         return False
@@ -175,10 +187,10 @@ def sums_blocks(
 def ask_workers(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, executor: Executor
 ) -> None:
-    """Note in the scheduler's KV cache configuration which groups a worker skips.
+    """Record in the scheduler's KV cache configuration which groups a worker skips.
 
-    To be called when the workers have their caches, before the scheduler and its
-    connectors are made: so both sides of a connector decide alike what is stored.
+    Call this when the workers have their caches, before the scheduler and its
+    connectors are made: then both sides of a connector decide alike what is stored.
 
     Raises:
         ValueError: as `refuse_unchecked`.
@@ -196,7 +208,10 @@ def ask_workers(
 
 
 def skipped_groups(worker: WorkerBase) -> dict[int, str]:
-    """Which groups a worker of vLLM's does not sum, and why; called there."""
+    """Return the groups that one of vLLM's workers skips: reasons by group id.
+
+    This runs on the worker. It skips none if checksums are off.
+    """
     checksums = getattr(worker.model_runner.kv_connector, "kv_checksum_worker", None)
     return {} if checksums is None else dict(checksums.skipped)
 
@@ -204,10 +219,13 @@ def skipped_groups(worker: WorkerBase) -> dict[int, str]:
 def refuse_unchecked(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> None:
-    """Refuse with `kv_checksum_fail_closed` what can bring loads that nobody checks.
+    """Refuse set-ups that can bring unchecked loads, if loads fail closed.
+
+    Without `kv_checksum_fail_closed` nothing is refused.
 
     Raises:
-        ValueError: such a set-up; the message names the connector and what to change.
+        ValueError: for such a set-up; the message names the connector and what to
+            change.
 
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
@@ -230,7 +248,7 @@ def refuse_unchecked(
 
 
 def why_whole_blocks_differ(kv_cache_groups: Sequence[KVCacheGroupSpec]) -> str | None:
-    """Why a stored value may not be one whole block of every token, or None."""
+    """Return why a stored value may not be one whole block of every token, or None."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         MLAAttentionSpec,
@@ -248,7 +266,7 @@ def why_whole_blocks_differ(kv_cache_groups: Sequence[KVCacheGroupSpec]) -> str 
 def why_not_summed(
     skipped: Mapping[int, str] | None, group_ids: Collection[int]
 ) -> str | None:
-    """Why not all of these groups are summed, or None.
+    """Return why not all of these groups are summed, or None if they all are.
 
     Args:
         skipped: reasons by KV cache group id; None if they are not known yet.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""MultiConnector: which of its connectors carries a request's payload.
+"""Find the connector in a MultiConnector that carries a request's payload.
 
 A load's carrier is that of the connector chosen to load it. MultiConnector forgets its
-choice when the request finishes, so the carrier is asked for when the load starts. A
-producer's request goes with the first connector that has a carrier for it.
+choice when the request finishes, so the carrier is looked up when the load starts. A
+producer's payload goes with the first connector that has a carrier for the request.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def inherit_settings(outer: KVTransferConfig, inner: KVTransferConfig) -> None:
-    """Give a sub-connector's `KVTransferConfig` the checksum settings of the outer."""
+    """Copy the checksum settings of the outer configuration to a sub-connector's."""
     inner.enable_kv_checksum = outer.enable_kv_checksum
     inner.kv_checksum_fail_closed = outer.kv_checksum_fail_closed
 
 
 def load_carrier(multi: MultiConnector, request: Request) -> KVChecksumCarrier | None:
-    """The carrier of a load: that of the connector inside which loads it."""
+    """Return the carrier of a load: that of the sub-connector that loads it, or None."""
     connector = serving_connector(multi, request)
     if connector is multi:
         return None
@@ -42,7 +42,10 @@ def load_carrier(multi: MultiConnector, request: Request) -> KVChecksumCarrier |
 def send_route(
     connectors: Sequence[KVConnectorBase_V1], request: Request
 ) -> tuple[KVConnectorBase_V1 | None, KVChecksumCarrier | None]:
-    """The connector that takes a producer's payload, and its carrier, or Nones."""
+    """Return the sub-connector that takes a producer's payload, and its carrier.
+
+    Both are None if there is none.
+    """
     for connector in connectors:
         carrier = connector.kv_checksum_carrier(request, False)
         if carrier is not None:

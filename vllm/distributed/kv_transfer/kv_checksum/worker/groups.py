@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""KV cache groups: which layers count, how they are numbered, what is skipped."""
+"""Build the views of KV cache groups: choose and number layers, or skip the group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build_group(
     shard: Sharding,
     formats: Mapping[str, LayerFormat],
 ) -> GroupView | None:
-    """The views of one KV cache group; None if none of its layers are here.
+    """Build the views of one KV cache group; return None if no layers of it are here.
 
     A worker's group names the layers of this worker alone, aliases of shared caches
     included, so each of them must have a cache.
@@ -51,8 +51,17 @@ def build_group(
     Several caches of one layer module number their heads one after another in
     layer-name order, the next behind the global heads of the one before.
 
+    Args:
+        group_id: the group's id.
+        group: the worker's description of the group.
+        caches: per layer name, its ``[B, H, N, C]`` cache.
+        num_blocks: blocks in each cache.
+        shard: this rank's part of the model.
+        formats: per layer name, how the layer keeps its cache; a layer that is
+            missing is read by its spec alone.
+
     Raises:
-        SkipGroup: the group cannot be checksummed.
+        SkipGroup: the group cannot be summed.
 
     """
     names = group.layer_names
@@ -102,7 +111,14 @@ def build_group(
 def _owner_specs(
     names: list[str], group_spec: KVCacheSpec, caches: Mapping[str, torch.Tensor]
 ) -> dict[str, KVCacheSpec]:
-    """Specs by layer name in (number, name) order, aliases of one cache left out."""
+    """Return specs by layer name, in (number, name) order, without aliases.
+
+    An alias shares a cache with a layer that comes before it.
+
+    Raises:
+        SkipGroup: two modules have one layer number, or a layer has no spec.
+
+    """
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     modules: dict[int, str] = {}
     specs: dict[str, KVCacheSpec] = {}
@@ -124,7 +140,7 @@ def _owner_specs(
 
 
 def describe_group(group: KVCacheGroupSpec) -> str:
-    """A group's spec types and number of layers, for log lines."""
+    """Format a group's spec types and number of layers for log lines."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     specs = iter_layer_specs(group.kv_cache_spec)

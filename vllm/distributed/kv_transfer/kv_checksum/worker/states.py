@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""States of Mamba-like layers as slices.
+"""Read the states of Mamba-like layers as slices.
 
 A block of such a layer holds no tokens but one int8 page that packs the layer's
 states from the page's start. Covered: the first two states, or the only one. Not
@@ -44,7 +44,7 @@ COVERED_STATES = 2
 
 
 def is_state_spec(spec: KVCacheSpec) -> bool:
-    """Whether blocks of this spec hold states instead of tokens."""
+    """Tell whether blocks of this spec hold states instead of tokens."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return isinstance(spec, MambaSpec)
@@ -52,7 +52,10 @@ def is_state_spec(spec: KVCacheSpec) -> bool:
 
 @dataclass
 class _Rows:
-    """Neighbouring rows with consecutive numbers and one replica key."""
+    """Neighbouring rows with consecutive numbers and one replica key.
+
+    `first_local` is the first row's index along the split axis on this rank.
+    """
 
     first_local: int
     numbers: range
@@ -67,10 +70,18 @@ def state_slices(
     shard: Sharding,
     first_row: int,
 ) -> LayerSlices:
-    """Slices of a layer's states; `first_row` numbers its first global row.
+    """Build the slices of a layer's states.
+
+    Args:
+        name: the layer's name.
+        spec: the layer's own KV cache spec.
+        cache: the layer's ``[B, 1, 1, page bytes]`` cache.
+        num_blocks: blocks in the cache.
+        shard: this rank's part of the model.
+        first_row: number of the layer's first global row.
 
     Raises:
-        SkipGroup: the layer cannot be checksummed.
+        SkipGroup: the layer cannot be summed.
 
     """
     states = list(zip(spec.shapes, spec.dtypes, strict=True))
@@ -97,7 +108,7 @@ def _whole_slices(
     shard: Sharding,
     first_row: int,
 ) -> LayerSlices:
-    """The covered bytes as one slice per TP shard."""
+    """Build one slice per TP shard, of all `size` covered bytes."""
     width = piece_width(size)
     replicas = shard.tp_size if spec.tp_replicated else 1
     page = cache.stride(0) * cache.element_size()
@@ -123,7 +134,7 @@ def _split_slices(
     shard: Sharding,
     first_row: int,
 ) -> LayerSlices:
-    """Slices by global rows, as the layer's state splits tell."""
+    """Build slices by global rows, as the layer's state splits tell."""
     if len(spec.state_splits) != len(covered):
         raise SkipGroup(
             f"{len(spec.state_splits)} splits for {len(covered)} states",
@@ -157,7 +168,7 @@ def _split_slices(
 
 
 def _steps(shape: tuple[int, ...], split: MambaStateSplit) -> tuple[int, int]:
-    """Elements from one row to the next, and from one of a row's elements to the next.
+    """Return the steps between rows and between a row's elements, in elements.
 
     Raises:
         SkipGroup: the split does not match the shape, or no stride reads a row.
@@ -181,12 +192,15 @@ def _steps(shape: tuple[int, ...], split: MambaStateSplit) -> tuple[int, int]:
 def _global_rows(
     segments: Sequence[tuple[int, int]], shard: Sharding, first_row: int
 ) -> tuple[list[_Rows], int]:
-    """This rank's rows in runs, and the number of rows of all ranks.
+    """Return this rank's rows in runs, and the number of rows of all ranks.
 
     Args:
         segments: (local size, ranks that hold the same rows) along the split axis.
         shard: this rank's part of the model.
         first_row: number of the first row, over all states of the layer.
+
+    Raises:
+        SkipGroup: replicas do not divide the TP ranks.
 
     """
     runs: list[_Rows] = []
@@ -211,7 +225,7 @@ def _global_rows(
 def _identity(
     shape: tuple[int, ...], dtype: torch.dtype, split: MambaStateSplit, shard: Sharding
 ) -> str:
-    """A state as an unsharded layer has it: segments, other dims, dtype."""
+    """Describe a state as an unsharded layer has it: segments, other dims, dtype."""
     segments = [size * shard.tp_size // replicas for size, replicas in split.segments]
     others = [dim for axis, dim in enumerate(shape) if axis != split.axis]
     return f"{segments}{others}{dtype};"
