@@ -285,7 +285,7 @@ def _of_other_sizes(store: Any, expected: dict[str, int]) -> list[str]:
 
 
 def _sizes(store: Any, key: str, replicas: Iterable[Any]) -> Iterable[int]:
-    """Yield the sizes of a value's complete replicas, as far as the store tells them."""
+    """Yield the sizes of a value's complete replicas, where the store tells them."""
     for replica in replicas:
         if replica.status.name != "COMPLETE":
             continue

@@ -31,7 +31,7 @@ def inherit_settings(outer: KVTransferConfig, inner: KVTransferConfig) -> None:
 
 
 def load_carrier(multi: MultiConnector, request: Request) -> KVChecksumCarrier | None:
-    """Return the carrier of a load: that of the sub-connector that loads it, or None."""
+    """Return a load's carrier: that of the sub-connector that loads it, or None."""
     connector = serving_connector(multi, request)
     if connector is multi:
         return None

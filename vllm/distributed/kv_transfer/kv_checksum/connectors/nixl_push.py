@@ -10,7 +10,7 @@ that it expects, and a producer that does not know the question ignores it.
 Long form: `_PREFIX`, the plain form with its length and CRC-32 before it, the CRC-32
 of the payload, the payload as base64. The plain form is UTF-8 text, which never
 contains 0xff. Some NIXL back ends cut notifs, or end them at a zero byte: a WRITE
-counts as complete wherever the plain part came through, even without the payload.
+counts as complete if the plain part came through, whether or not the payload did.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class NixlPushChecksums:
             self._outgoing.pop(req_id, None)
 
     def completion_notif(self, req_id: str, plain: bytes) -> bytes:
-        """Return the completion notif of one WRITE, with the payload if there is one."""
+        """Return the notif of one completed WRITE, with the payload if there is any."""
         payload = self._outgoing.get(req_id)
         return plain if payload is None else add_payload(plain, payload)
 

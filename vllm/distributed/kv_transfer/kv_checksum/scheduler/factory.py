@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether a scheduler checks loads in this configuration, and what it says if not."""
+"""Create the scheduler's part, or refuse a configuration in which it cannot work."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def create_kv_checksum_scheduler(
     kv_cache_manager: KVCacheManager,
     kv_cache_config: KVCacheConfig,
 ) -> KVChecksumScheduler | None:
-    """Create the scheduler's part, or None if checksums are off or cannot work here.
+    """Create the scheduler's part and log what it covers.
 
-    Where no connector is covered it still counts the loads, as unverified.
+    Return None if checksums are off, or cannot work in this configuration. Where no
+    connector is covered, loads are still counted, as unverified.
 
     Raises:
-        ValueError: as `support.refuse_unchecked`.
+        ValueError: in the cases of `support.refuse_unchecked`.
 
     """
     transfer = vllm_config.kv_transfer_config
@@ -68,7 +69,7 @@ def create_kv_checksum_scheduler(
 
 
 def _single_connectors(connector: KVConnectorBase_V1) -> Iterator[KVConnectorBase_V1]:
-    """The connector, or those inside it, in the order of `connector_coverage`."""
+    """Yield the connector, or those inside it, in the order of `connector_coverage`."""
     inner = getattr(connector, "sub_connectors", None)
     if not inner:
         yield connector
@@ -81,7 +82,7 @@ def _log_coverage_of(
     connector: KVConnectorBase_V1,
     transfer: KVTransferConfig,
 ) -> None:
-    """Log one line: how a connector's loads bring checksums, or why they do not."""
+    """Log in one line how a connector's loads bring checksums, or why they do not."""
     if covered.not_checked is not None:
         logger.warning(
             "KV checksums do not cover a connector: %s; what it loads is counted as "
@@ -100,7 +101,7 @@ def _log_coverage_of(
 
 
 def _how_brought(connector: KVConnectorBase_V1) -> str:
-    """How loads bring checksums, carriers as the metrics call them."""
+    """Return how loads bring checksums; carriers are named as in the metrics."""
     load = SimpleNamespace(request_id="", kv_transfer_params=None)
     if (carrier := connector.kv_checksum_carrier(load, True)) is not None:
         return f"carried by {carrier.value}"

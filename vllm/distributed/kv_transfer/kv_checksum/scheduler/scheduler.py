@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A request's life in the scheduler, as producer and as consumer.
+"""Follow requests through the scheduler, as producer and as consumer.
 
 Producer: the step that finishes a prompt's KV asks the workers to sum it
 (`add_send`); when the request ends, the parts become a payload
@@ -84,12 +84,12 @@ _SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_
 
 
 class KVChecksumScheduler:
-    """The scheduler's part.
+    """Asks workers for sums, makes payloads of them, and judges loads.
 
     Args:
         vllm_config: vLLM's configuration.
         connector: the scheduler-side KV connector.
-        kv_cache_manager: where a request's blocks are looked up.
+        kv_cache_manager: the manager that knows a request's blocks.
         kv_cache_config: the KV cache groups.
 
     """
@@ -117,13 +117,13 @@ class KVChecksumScheduler:
             and len(groups) == 1
             and why_whole_blocks_differ(groups) is None
         )
-        # Not from 1: no record of a scheduler before this one has such a number.
+        # Not from 1, so that no record of an earlier scheduler has such a number.
         self._seqs = count(time.time_ns())
         self._scheduled = KVChecksumScheduled()
         self._started: list[PendingLoad] = []
         self._sends: dict[str, PendingSend] = {}
         self._recvs: dict[str, PendingLoad] = {}
-        # Requests to be sent of whose prompt a part is not computed yet.
+        # Requests to be sent whose prompts are not fully computed yet.
         self._unsummed: set[str] = set()
         self._declined: set[str] = set()
         self._stats: Counter[str] = Counter()
@@ -136,6 +136,7 @@ class KVChecksumScheduler:
         self._stored = StoredLoads(connector, kv_cache_config, self._hash_block_size)
 
     def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
+        """Count a group, or a part of it, that is left out; log each reason once."""
         self._stats[metrics.left_out_key(reason)] += 1
         self._reporter.warn_once(
             f"left_out:{reason.value}:{group_id}",
@@ -147,6 +148,7 @@ class KVChecksumScheduler:
         )
 
     def _log_unbound(self, req_id: str) -> None:
+        """Count a load whose prompt is not known to be the right one; log it once."""
         self._stats[metrics.PROMPTS_NOT_BOUND] += 1
         self._reporter.warn_once(
             "unbound",
@@ -156,7 +158,7 @@ class KVChecksumScheduler:
         )
 
     def _log_copies_differ(self, req_id: str, payload: KVChecksumPayload) -> None:
-        """Say that TP ranks hold other bits of the same KV; each may be right."""
+        """Count and log that TP ranks hold other bits of one KV; each may be right."""
         differ = [i for i, group in payload.groups.items() if group.copies is not None]
         if not differ:
             return
@@ -172,10 +174,16 @@ class KVChecksumScheduler:
     # ---- schedule()
 
     def admit(self, request: Request, num_tokens: int | None, is_async: bool) -> bool:
-        """Whether a request may load what its connector offers.
+        """Tell whether a request may load the tokens that its connector offers.
 
-        A load in the step that uses it cannot be kept from it, whatever comes of a
-        check; fail-closed, the request computes these tokens instead.
+        A load in the step that uses it takes effect before any check could end; with
+        fail-closed, the request computes these tokens instead.
+
+        Args:
+            request: the request that is scheduled.
+            num_tokens: tokens that the connector offers; None if it does not know yet.
+            is_async: whether they are loaded before the step that uses them.
+
         """
         if is_async or not num_tokens or not self.fail_closed:
             return True
@@ -198,9 +206,9 @@ class KVChecksumScheduler:
         num_tokens: int,
         is_async: bool = True,
     ) -> None:
-        """A load of tokens ``[num_local_tokens, num_tokens)`` starts.
+        """Start to follow a load of tokens ``[num_local_tokens, num_tokens)``.
 
-        To be called when its blocks are there, and before the connector is told.
+        Call this when the load's blocks are allocated, before the connector is told.
         """
         req_id = request.request_id
         connector = serving_connector(self.connector, request)
@@ -229,7 +237,7 @@ class KVChecksumScheduler:
             for group_id in found.left_out:
                 self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
             load.blocks, load.empty = found.blocks, found.empty
-            # A state holds all tokens that went into it: none of them can be left out.
+            # A state is computed from all of its tokens; none of them can be left out.
             load.computes_last = num_tokens == request.num_tokens and not any(
                 holds_states(self.kv_cache_config, i) for i in found.blocks.groups
             )
@@ -241,7 +249,7 @@ class KVChecksumScheduler:
         self._started.append(load)
 
     def add_send(self, request: Request) -> None:
-        """The step being scheduled finishes the KV of a prompt that is to be sent."""
+        """Ask for the sums of a prompt whose KV the step being scheduled finishes."""
         req_id = request.request_id
         rows = self.kv_cache_manager.get_block_ids(req_id)
         found = sent_blocks(self.kv_cache_config, rows, request.num_prompt_tokens)
@@ -254,15 +262,20 @@ class KVChecksumScheduler:
     def after_schedule(
         self, output: SchedulerOutput, requests: Mapping[str, Request]
     ) -> None:
-        """Find the prompts that this step finishes and fill in the step's request.
+        """Find the prompts that this step finishes, and attach what workers must sum.
 
         Only requests that start in this step are looked at, and those that are to be
         sent and still prefill. A request that was preempted while it decoded starts
         again, on other blocks of the same prefix, with the KV of another computation.
+
+        Args:
+            output: the step, whose `kv_checksum_scheduled` is set.
+            requests: the scheduler's requests by id.
+
         """
         for new in output.scheduled_new_reqs:
             request = requests[new.req_id]
-            wire.take_text(request)  # that of a prompt found locally as a whole
+            wire.take_text(request)  # still there if the whole prompt was found locally
             if self.connector.kv_checksum_carrier(request, False) is not None:
                 self._unsummed.add(new.req_id)
         if self._unsummed:
@@ -274,7 +287,10 @@ class KVChecksumScheduler:
         output.kv_checksum_scheduled = self.build_checksum_meta()
 
     def build_checksum_meta(self) -> KVChecksumScheduled | None:
-        """What the step asks of workers, or None for nothing; starts anew."""
+        """Return the blocks that the step asks workers to sum, and start anew.
+
+        Return None if there are none.
+        """
         for load in self._started:
             load.take_sent()
             if load.unverified is Unverified.SYNC_LOAD:
@@ -291,7 +307,7 @@ class KVChecksumScheduler:
     # ---- update_from_output()
 
     def collect(self, output: KVConnectorOutput | None) -> None:
-        """Take the workers' records out of a `KVConnectorOutput` (None: no step)."""
+        """Take over the workers' records of a step; None for a step without output."""
         self._reporter.tick()
         if output is None or output.kv_checksums is None:
             return
@@ -305,7 +321,7 @@ class KVChecksumScheduler:
                         pending.take(record)
             for req_id, data in record.received.items():
                 load = self._recvs.get(req_id)
-                # A copy that came through takes the place of one that did not.
+                # An intact copy takes the place of a damaged one, which is empty.
                 if load is not None and not load.received:
                     load.received = data
 
@@ -322,16 +338,17 @@ class KVChecksumScheduler:
         known_failed: Iterable[str] = (),
         scheduled: KVChecksumScheduled | None = None,
     ) -> dict[str, int]:
-        """Judge the loads that finished; those that must fail.
+        """Judge the loads that finished, and return those that must fail.
 
         Args:
-            output: the step's aggregated `KVConnectorOutput`, or None.
+            output: the step's aggregated output of the connectors, or None.
             requests: the scheduler's requests by id.
             known_failed: ids whose load is already known to have failed.
-            scheduled: what `build_checksum_meta` gave for the step.
+            scheduled: the result of `build_checksum_meta` for the step.
 
         Returns:
-            By request id, how many of its first tokens need no recompute.
+            Per request whose load must fail, the number of its first tokens that need
+            no recompute.
 
         """
         bad: dict[str, int] = {}
@@ -353,7 +370,10 @@ class KVChecksumScheduler:
     def _give_up(
         self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
     ) -> None:
-        """A load failed, as its connector reports: nothing of it is compared."""
+        """Stop following a load that its connector reports as failed.
+
+        Nothing of it is compared.
+        """
         load = self._recvs.pop(req_id)
         self._stats[metrics.LOADS_FAILED] += 1
         request = requests.get(req_id)
@@ -362,13 +382,16 @@ class KVChecksumScheduler:
         if load.blocks.stored or (self.fail_closed and load.may_be_offered_again):
             self._stored.give_up(request)
         if self.fail_closed and self.recompute:
-            # vLLM would keep what was loaded before the first block that failed.
+            # vLLM would keep the tokens before the first block that failed.
             bad[req_id] = 0
 
     def _end(
         self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
     ) -> None:
-        """A load finished: judge it, say and count it, and see to its consequences."""
+        """Judge, count and log a load that finished, and handle the consequences.
+
+        A load that must fail is added to `bad`.
+        """
         load = self._recvs.pop(req_id)
         request = requests.get(req_id)
         is_sync = load.unverified is Unverified.SYNC_LOAD
@@ -386,7 +409,7 @@ class KVChecksumScheduler:
         if verdict.outcome != "verified":
             self._see_to(request, load, verdict, bad)
         if req_id not in bad:
-            # Last, because what is dropped from a store goes by the request's hashes.
+            # Last, because blocks are dropped from a store by the request's hashes.
             self._keep_away(request, load, verdict)
 
     def _see_to(
@@ -396,7 +419,10 @@ class KVChecksumScheduler:
         verdict: LoadVerdict,
         bad: dict[str, int],
     ) -> None:
-        """Say what is wrong with a load, have it dropped, and let it fail."""
+        """Log a load that is not verified, drop its stored blocks, and let it fail.
+
+        It fails only with fail-closed: then it is added to `bad`.
+        """
         req_id = load.req_id
         kept = self._kept_tokens(load, verdict)
         self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
@@ -413,10 +439,10 @@ class KVChecksumScheduler:
     def _keep_away(
         self, request: Request, load: PendingLoad, verdict: LoadVerdict
     ) -> None:
-        """Keep what is bad, or not whole, of a load that is used from later requests.
+        """Keep later requests from finding the bad or incomplete blocks of a used load.
 
-        Of a window's first block, the part that the producer did not send holds
-        whatever was there; this request does not need it, another may.
+        In a window's first block, the part that the producer did not send holds stale
+        bytes; this request does not need it, but another may.
         """
         first_token = partial(self._first_token, load)
         first = [
@@ -431,14 +457,14 @@ class KVChecksumScheduler:
             disown(request, min(first), self._hash_block_size)
 
     def _first_token(self, load: PendingLoad, group_id: int, position: int) -> int:
-        """The first token of a block; a state is that of the last one."""
+        """Return the first token of a block; for a state, the load's last token."""
         if holds_states(self.kv_cache_config, group_id):
             return load.blocks.num_tokens - 1
         return position * self._block_size(group_id)
 
     @staticmethod
     def _source(load: PendingLoad) -> str:
-        """Where a load came from."""
+        """Describe the store, connector or engine that a load came from."""
         if load.blocks.stored:
             return f"store of {load.connector}"
         if load.unverified in (Unverified.NO_CARRIER, Unverified.SYNC_LOAD):
@@ -446,26 +472,31 @@ class KVChecksumScheduler:
         return remote_engine(load.params)
 
     def keep_verified(self, bad: dict[str, int], requests: dict[str, Request]) -> None:
-        """Leave out of a recompute what `verify` found good.
+        """Keep the tokens that `verify` found good from being recomputed.
 
-        To be called once the scheduler has marked the loads as failed. It then
-        caches a failed load's computed tokens alone, and computes on from there.
+        Call this once the scheduler has marked the loads as failed. It then caches
+        only the computed tokens of a failed load, and computes on from there.
+
+        Args:
+            bad: the result of `verify`.
+            requests: the scheduler's requests by id.
+
         """
         for req_id, kept in bad.items():
             if kept:
                 requests[req_id].num_computed_tokens = kept
 
     def _kept_tokens(self, load: PendingLoad, verdict: LoadVerdict) -> int:
-        """Tokens before the first bad block, where they may be kept, else 0."""
+        """Return the number of tokens before the first bad block that may be kept."""
         if not self._keeps_prefix or verdict.reason is not None:
             return 0
         return verdict.good_blocks(0) * self._block_size(0)
 
     def attach_errors(self, outputs: Iterable[Iterable[EngineCoreOutput]]) -> None:
-        """Give the outputs of requests that fail in this step their reason.
+        """Attach the reason to the outputs of requests that fail in this step.
 
         Args:
-            outputs: lists of `EngineCoreOutput`. In vLLM 0.32 they have no place for
+            outputs: the step's outputs, by client. In vLLM 0.32 they have no field for
                 a reason; clients get a general error there.
 
         """
@@ -478,7 +509,7 @@ class KVChecksumScheduler:
     def request_finished(
         self, request: Request, params: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """`request` ended: drop what is held for it, hand its payload to its carrier.
+        """Drop all state of a request that ended, and give its payload to its carrier.
 
         Args:
             request: the request that ended.
@@ -535,6 +566,7 @@ class KVChecksumScheduler:
         return units_of_group(self.kv_cache_config, group_id).block_size
 
     def _judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
+        """Compare a load with its payload or its stored block checksums."""
         if load.unverified is not None:
             return LoadVerdict(unverified=load.unverified)
         if not load.blocks.stored:
@@ -546,10 +578,10 @@ class KVChecksumScheduler:
         records = list(load.records.values())
         return self._stored.judge(request, load.blocks, records)
 
-    # ---- what is seen from outside
+    # ---- counters and log lines
 
     def take_stats(self) -> dict[str, int] | None:
-        """Counts since the last call, by `metrics` key, or None."""
+        """Return the counts since the last call by key of `metrics`; None for none."""
         stats, self._stats = self._stats, Counter()
         return dict(stats) or None
 
