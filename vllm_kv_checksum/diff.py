@@ -1,4 +1,4 @@
-"""What applying would change, as a unified diff."""
+"""Print what applying would change, as a unified diff."""
 
 import difflib
 import io
@@ -10,7 +10,7 @@ from .edits import Module
 
 
 def diff(package: Path, series: list[Module], feature_dir: Path) -> str:
-    """The unified diff of applying, for ``git apply`` in the folder of the package."""
+    """Return the diff of applying, for ``git apply`` in the folder of the package."""
     manifest = read_manifest(package)
     if manifest is not None:
         refuse_wheel(package, manifest)

@@ -1,4 +1,4 @@
-"""Edits to a module of vLLM: our own lines, placed by the names around them.
+"""Edit modules of vLLM: insert our own lines, placed by the names around them.
 
 An anchor is one statement, found by its syntax tree inside a named function or
 class, so neither vLLM's text nor line numbers are kept here. It must match exactly
@@ -17,7 +17,7 @@ from .imports import add_imports
 
 
 class AnchorError(Exception):
-    """An anchor matches no statement, or several."""
+    """Raised if an anchor matches no statement, or several."""
 
 
 class assign(str):
@@ -43,7 +43,7 @@ _HEADS: dict[type[ast.stmt], tuple[str, ...]] = {
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """The release numbers of a version, to compare by; what has none is the newest."""
+    """Return a version's release numbers, to compare by; without any it is the newest."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else (2**31,)
 
@@ -53,7 +53,10 @@ _ScopeNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class _Insert:
-    """Code to put behind a line, `before` the statement that follows it or not."""
+    """Code to insert behind a line.
+
+    `before` tells whether it belongs to the statement that follows the line.
+    """
 
     line: int
     indent: int
@@ -61,7 +64,7 @@ class _Insert:
     code: str
 
     def order(self) -> tuple[int, bool, int]:
-        """At one line: what closes inner blocks first, then what opens the next."""
+        """Return the sort key at one line: what ends inner blocks, then what opens the next."""
         return self.line, self.before, 0 if self.before else -self.indent
 
 
@@ -69,8 +72,10 @@ class _Insert:
 class Edit:
     """One insertion.
 
-    `where` is "before" or "after" the anchor, "prepend" (first in the scope, no anchor),
-    "method" (last in a class, no anchor) or "keyword" (into a call). It is made in vLLM from version `since` on and below version `below`, where given.
+    `where` is "before" or "after" the anchor, "define" (before a top-level definition),
+    "prepend" (first in the scope, no anchor), "method" (last in a class, no anchor) or
+    "keyword" (into a call). The edit is made in versions of vLLM from `since` on and below
+    `below`, where they are given.
     """
 
     scope: str
@@ -157,7 +162,7 @@ class Module:
     cls = function
 
     def apply(self, source: str, version: str = "") -> str:
-        """The source of this version of vLLM, edited; without one, of the newest.
+        """Edit the source of this version of vLLM; without one, of the newest.
 
         Raises:
             AnchorError: an anchor or a scope does not match exactly once.
@@ -277,7 +282,7 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 def _statements(scope: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Every statement in a scope, as (block, index); nested scopes left out."""
+    """Yield every statement in a scope as (block, index), without nested scopes."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         block = getattr(scope, name, None) or []
         for i, child in enumerate(block):

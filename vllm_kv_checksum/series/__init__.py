@@ -1,4 +1,4 @@
-"""The edits to vLLM, one module per integration, in order."""
+"""List the edits to vLLM, one module per integration, in order."""
 
 from importlib import import_module
 
@@ -23,7 +23,7 @@ ORDER = (
 
 
 def load_series() -> list[Module]:
-    """The modules to edit; edits of one file are merged in series order."""
+    """Return the modules to edit; edits of one file are merged in series order."""
     merged: dict[str, Module] = {}
     for name in ORDER:
         for module in import_module(f"{__name__}.{name}").MODULES:

@@ -1,11 +1,11 @@
-"""The two settings in ``--kv-transfer-config`` and where they are refused.
+"""Add two settings to ``--kv-transfer-config``, and refuse what they cannot cover.
 
 pydantic rejects unknown keys, so the fields must stand in vLLM's own class; their
 docstrings document them. Model Runner V1 has a list of what it does not support:
-checksums join it. What fail-closed refuses is refused before
-any connector starts a thread, so that the process ends: from the configuration, and,
-where it depends on the KV cache groups, before the workers get theirs. Which groups the
-workers skip they are asked once they have theirs.
+checksums join it. What fail-closed refuses is refused before any connector starts a
+thread, so that the process ends: from the configuration, and, where it depends on the
+KV cache groups, before the workers get their caches. Once they have them, the workers
+are asked which groups they skip.
 """
 
 from ..edits import Module, assign

@@ -1,4 +1,4 @@
-"""The client whose request fails is told that its KV checksums did.
+"""Tell the client of a failed request that its KV checksums are the reason.
 
 vLLM's answer to a failed load is "Internal server error". An engine's output may name
 an error, which the API server then raises, for plain and streaming requests alike.

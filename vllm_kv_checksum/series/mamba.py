@@ -1,4 +1,4 @@
-"""Layers say how TP splits their Mamba-like states.
+"""Let layers tell how TP splits their Mamba-like states.
 
 From a rank's shapes alone it cannot be told which rows of a state it holds, nor that
 several ranks hold the same ones. So `MambaSpec` carries the splits, filled from the
@@ -29,7 +29,8 @@ with interface.cls("KVCacheConfig") as c:
         assign("hash_block_size"),
         '''
         kv_checksum_skipped: dict[int, str] | None = None
-        """Groups that some worker does not checksum, with the reason (scheduler)."""
+        """KV cache groups that some worker does not checksum: reasons by group id. Set in
+        the scheduler's configuration alone."""
         ''',
         past_docstring=True,
     )
@@ -37,7 +38,7 @@ with interface.cls("MambaSpec") as c:
     c.after(
         assign("tp_replicated"),
         """
-        # How TP splits each of the first states; None: not known.
+        # TP's split of each of the first states; None if it is not known.
         state_splits: tuple[MambaStateSplit, ...] | None = None
         """,
     )
@@ -53,7 +54,7 @@ with abstract.cls("MambaBase") as c:
     c.method(
         '''
         def get_state_splits(self) -> tuple[MambaStateSplit, ...] | None:
-            """How TP splits the states of `get_state_shape`; None: not known."""
+            """Return how TP splits the states of `get_state_shape`; None if not known."""
             return None
 
         ''',
@@ -173,7 +174,7 @@ with mixer.cls("MambaMixer") as c:
         """,
     )
 
-# `n_groups` is overwritten with what TP makes of it.
+# The mixer overwrites `n_groups` with the number of groups that TP needs.
 mixer2 = Module("model_executor/layers/mamba/mamba_mixer2.py")
 with mixer2.function("MambaMixer2.__init__") as f:
     f.after("self.n_groups = n_groups", "self.num_model_groups = n_groups")

@@ -1,4 +1,4 @@
-"""Metrics on ``/metrics``: counts travel with the scheduler's statistics."""
+"""Export metrics on ``/metrics``: counts travel with the scheduler's statistics."""
 
 from ..edits import Module, assign
 

@@ -1,4 +1,4 @@
-"""MultiConnector routes payloads to the sub-connector that serves the request.
+"""Route payloads through MultiConnector to the sub-connector that serves the request.
 
 Sub-connectors get both checksum settings from the outer configuration, and their
 received payloads are merged.

@@ -36,7 +36,7 @@ _Map = TypeVar("_Map", bound=dict[Any, Any])
 
 
 class KVChecksumCarrier(Enum):
-    """How a connector moves a payload from producer to consumer."""
+    """The ways in which a connector moves a payload from producer to consumer."""
 
     KV_TRANSFER_PARAMS = "kv_transfer_params"
     """In the request's ``kv_transfer_params``, which the proxy forwards."""
@@ -93,7 +93,7 @@ def take_text(request: Request) -> object:
 
 
 class PayloadVersionError(ValueError):
-    """The payload was made by another version of this feature."""
+    """Raised for a payload that another version of this feature made."""
 
 
 class PromptDigests(NamedTuple):

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Makes an instance's payloads, and compares loads with those of others.
+    """Makes an instance's payloads, and compares its loads with the payloads of others.
 
     Attributes:
         kv_cache_config: the instance's KV cache groups.

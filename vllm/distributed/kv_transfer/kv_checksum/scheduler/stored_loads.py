@@ -44,7 +44,7 @@ logger = init_logger(__name__)
 
 
 class StoredLoads:
-    """Judges such loads and handles the consequences in caches and stores.
+    """Judges loads of stored KV and handles the consequences in caches and stores.
 
     Args:
         connector: the scheduler-side KV connector.
