@@ -146,7 +146,7 @@ def _why_reports_are_lost(parallel_config: ParallelConfig) -> str | None:
     names = _executor_names(parallel_config.distributed_executor_backend)
     if not names.isdisjoint({"external_launcher", "ExecutorWithExternalLauncher"}):
         return "with the external launcher each rank sees its own worker only"
-    # Of vLLM before 0.33.0.
+    # These executors are those of vLLM before 0.33.0.
     if "RayDistributedExecutor" in names or (
         "ray" in names and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
     ):

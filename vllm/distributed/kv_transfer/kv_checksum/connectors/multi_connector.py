@@ -35,7 +35,9 @@ def load_carrier(multi: MultiConnector, request: Request) -> KVChecksumCarrier |
     connector = serving_connector(multi, request)
     if connector is multi:
         return None
-    carrier: KVChecksumCarrier | None = connector.kv_checksum_carrier(request, True)
+    carrier: KVChecksumCarrier | None = connector.kv_checksum_carrier(
+        request, receiving=True
+    )
     return carrier
 
 
@@ -47,7 +49,7 @@ def send_route(
     Both are None if there is none.
     """
     for connector in connectors:
-        carrier = connector.kv_checksum_carrier(request, False)
+        carrier = connector.kv_checksum_carrier(request, receiving=False)
         if carrier is not None:
             return connector, carrier
     return None, None

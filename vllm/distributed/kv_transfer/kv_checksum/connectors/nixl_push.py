@@ -39,12 +39,13 @@ _FORM = 2
 """The form that a registration asks for. The form before it, msgpack without CRCs, was
 asked for by True."""
 
-# Two bytes that UTF-8 lacks, so that damage to one is told from the plain form.
+# 0xff never occurs in UTF-8. There are two, so that damage to one of them does not make
+# a long form look like a plain one.
 _NO_TEXT = b"\xff"
 _PREFIX = _NO_TEXT * 2 + b"kv_checksums:"
 
-# Behind the prefix: length and CRC-32 of the plain part; behind that part: the
-# payload's CRC-32.
+# The prefix is followed by the length and CRC-32 of the plain part, the plain part by
+# the CRC-32 of the payload.
 _PLAIN_HEADER = re.compile(rb"([0-9]{1,6}):([0-9a-f]{8}):")
 _PAYLOAD_HEADER = re.compile(rb":([0-9a-f]{8}):")
 _PLAIN = re.compile(rb"(.*):0*[1-9][0-9]{0,8}", re.DOTALL)

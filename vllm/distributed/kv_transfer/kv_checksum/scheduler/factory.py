@@ -103,7 +103,7 @@ def _log_coverage_of(
 def _how_brought(connector: KVConnectorBase_V1) -> str:
     """Return how loads bring checksums; carriers are named as in the metrics."""
     load = SimpleNamespace(request_id="", kv_transfer_params=None)
-    if (carrier := connector.kv_checksum_carrier(load, True)) is not None:
+    if (carrier := connector.kv_checksum_carrier(load, receiving=True)) is not None:
         return f"carried by {carrier.value}"
     if connector.get_kv_checksum_sources(load):
         return "stored with their KV"

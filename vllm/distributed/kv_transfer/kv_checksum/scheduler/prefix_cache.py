@@ -33,7 +33,7 @@ def disown(request: Request, first_bad_token: int, hash_block_size: int) -> None
     """
     hasher = request._block_hasher
     if hasher is None:
-        return  # nothing is cached
+        return  # Nothing is cached.
     salt = os.urandom(_SALT_BYTES)
 
     def salted(request: Request) -> list[bytes]:

@@ -212,7 +212,7 @@ class KVChecksumScheduler:
         """
         req_id = request.request_id
         connector = serving_connector(self.connector, request)
-        carrier = connector.kv_checksum_carrier(request, True)
+        carrier = connector.kv_checksum_carrier(request, receiving=True)
         unverified = None
         if not is_async:
             carrier, unverified = None, Unverified.SYNC_LOAD
@@ -276,7 +276,7 @@ class KVChecksumScheduler:
         for new in output.scheduled_new_reqs:
             request = requests[new.req_id]
             wire.take_text(request)  # still there if the whole prompt was found locally
-            if self.connector.kv_checksum_carrier(request, False) is not None:
+            if self.connector.kv_checksum_carrier(request, receiving=False) is not None:
                 self._unsummed.add(new.req_id)
         if self._unsummed:
             for req_id in self._unsummed & output.num_scheduled_tokens.keys():
@@ -527,7 +527,7 @@ class KVChecksumScheduler:
         send = self._sends.pop(req_id, None)
         if request.status not in _SENT_STATUSES:
             return params
-        carrier = self.connector.kv_checksum_carrier(request, False)
+        carrier = self.connector.kv_checksum_carrier(request, receiving=False)
         by_connector = carrier is KVChecksumCarrier.CONNECTOR
         if carrier is None or (params is None and not by_connector):
             return params

@@ -37,7 +37,11 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+    )
 
 COVERED_SPECS = frozenset(
     {
@@ -208,7 +212,7 @@ def _cell_order(spec: AttentionSpec) -> TokenOrder | None:
     return None
 
 
-def _ds_mla_order(spec: AttentionSpec) -> TokenOrder | None:
+def _ds_mla_order(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> TokenOrder | None:
     """Return the order of DeepSeek's packed latents; None if it is not known.
 
     V3.2's are rows, V4's are stored apart from their scales.

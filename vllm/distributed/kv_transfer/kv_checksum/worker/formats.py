@@ -231,7 +231,7 @@ def cpu_order(
     if isa is None:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        # Asked as vLLM's metadata builder does it, before it tells the layers.
+        # vLLM's metadata builder calls this alike, before it sets the layers' `isa`.
         isa = _get_attn_isa(
             vllm_config.model_config.dtype,
             cache.shape[2],

@@ -69,7 +69,7 @@ def build_rows(
             continue
         req_ids, num_tokens, starts, ids = zip(*found, strict=True)
         per_block = group.units_per_block
-        # An empty list has no dtype of its own.
+        # Without a dtype, an empty list would become an array of floats.
         ids = [np.asarray(i, np.int64) for i in ids]
         lengths = np.array([len(i) for i in ids]) * per_block
         starts = np.array(starts) * per_block

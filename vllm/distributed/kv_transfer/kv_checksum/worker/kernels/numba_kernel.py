@@ -43,7 +43,7 @@ _UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder to cache in
+    except RuntimeError:  # There is no folder to cache in.
         return numba.njit(nogil=True)(function)
 
 
@@ -70,7 +70,7 @@ def _prefetch(typing_context, array, index):
             ir.FunctionType(ir.VoidType(), [address, number, number, number]),
             "llvm.prefetch.p0i8",
         )
-        # To be read, kept close, data.
+        # The arguments mean: for reading, keep in cache, data.
         how = [ir.Constant(number, value) for value in (0, 3, 1)]
         builder.call(function, [builder.bitcast(element, address), *how])
         return context.get_dummy_value()
@@ -152,12 +152,12 @@ def _tokens(flat, at, number, shape, strides, factors, first, per_token):
                 run = flat[begin : begin + heads]
                 total += _run(run, factors[0] * odd, _NEXT_FACTOR * odd)
         return total
-    # Tokens whose pieces follow one another are one run.
+    # Tokens whose pieces follow one another are summed as one run.
     dense = token_stride == width * piece_stride and width == per_token
     runs, length = (1, number * width) if dense else (number, width)
     by_token = head_stride < token_stride
     for i in range(runs * heads):
-        # In the order of memory.
+        # Heads and tokens are visited in the order of memory.
         if by_token:
             token, head = i // heads, i % heads
         else:

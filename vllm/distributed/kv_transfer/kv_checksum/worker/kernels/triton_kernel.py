@@ -53,7 +53,7 @@ def _terms(raw, weights, PIECE_BITS: tl.constexpr):
         x = raw.to(tl.uint16, bitcast=True).to(tl.uint64)
     y = x * weights
     folded = (y >> 32) * _FOLD
-    # Narrowed before they are joined, so that neither costs a 64-bit operation.
+    # Both are narrowed before the XOR, which then is no 64-bit operation.
     low = folded.to(tl.uint32) ^ (folded >> 32).to(tl.uint32)
     return y ^ low.to(tl.uint64)
 
