@@ -8,8 +8,6 @@ was bound to no prompt. Anything malformed raises `ValueError` and nothing
 else; memory stays bounded by the input, which is capped at `MAX_PAYLOAD_BYTES`.
 """
 
-from __future__ import annotations
-
 import binascii
 from dataclasses import dataclass
 from enum import Enum
@@ -47,7 +45,9 @@ class KVChecksumCarrier(Enum):
     STORED = "stored"
     """None is sent: each block's checksum is stored with its KV and loaded back."""
 
-    def of_request(self, request: Request, receiving: bool) -> KVChecksumCarrier | None:
+    def of_request(
+        self, request: "Request", receiving: bool
+    ) -> "KVChecksumCarrier | None":
         """Return this carrier if a prefill of `request` is sent, or its result loaded.
 
         Return None for a request that is neither, and for a load from a decode
@@ -63,7 +63,7 @@ class KVChecksumCarrier(Enum):
         return self if transfer_params(request).get("do_remote_decode") else None
 
 
-def transfer_params(request: Request) -> dict[str, Any]:
+def transfer_params(request: "Request") -> dict[str, Any]:
     """Return a request's ``kv_transfer_params``, or an empty mapping if they are none.
 
     Clients can send anything there (``vllm_xargs``), and not every connector looks.
@@ -72,7 +72,7 @@ def transfer_params(request: Request) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
-def is_from_decode(request: Request) -> bool:
+def is_from_decode(request: "Request") -> bool:
     """Tell whether a load that starts is of KV that a decode instance computed.
 
     Call this before the connector is told that the load starts: NIXL honours
@@ -83,7 +83,7 @@ def is_from_decode(request: Request) -> bool:
     return bool(decode) and not prefill
 
 
-def take_text(request: Request) -> object:
+def take_text(request: "Request") -> object:
     """Remove the payload from a request's ``kv_transfer_params`` and return it.
 
     They go to every worker with the request, and nobody needs it there. Return None
@@ -299,7 +299,7 @@ def decode_text(text: object) -> KVChecksumPayload:
 
 
 def decode_map(
-    decoder: msgspec.msgpack.Decoder[_Map], data: bytes | memoryview
+    decoder: "msgspec.msgpack.Decoder[_Map]", data: bytes | memoryview
 ) -> _Map:
     """Decode one msgpack map.
 
