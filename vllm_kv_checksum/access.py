@@ -1,6 +1,6 @@
-"""Who may read what is put into a vLLM tree: whoever may read vLLM's own files.
+"""Keep new files in a vLLM tree readable for all who may read vLLM's own files.
 
-New files and folders take mode and owner of a neighbour instead of what the umask
+New files and folders take the mode and owner of a neighbour instead of what the umask
 leaves, so that a root shell with umask 077 does not lock out the user that vLLM runs as.
 """
 
@@ -30,7 +30,7 @@ def own(path: Path, uid: int, gid: int) -> None:
 
 
 def make_folder(path: Path, like: Path) -> None:
-    """Make a folder, and those between it and `like`, with mode and owner of that."""
+    """Make a folder, and those between it and `like`, with the mode and owner of `like`."""
     if path.parent != like:
         make_folder(path.parent, like)
     path.mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ def make_folder(path: Path, like: Path) -> None:
 
 
 def unreadable(pairs: Iterable[tuple[Path, Path]]) -> list[Path]:
-    """The paths that fewer users may read than the one that each was given."""
+    """Return the paths that fewer users may read than the path that they are paired with."""
     found = []
     for path, like in pairs:
         mode = path.stat().st_mode
@@ -49,7 +49,10 @@ def unreadable(pairs: Iterable[tuple[Path, Path]]) -> list[Path]:
 
 
 def closed_to_others(path: Path) -> list[Path]:
-    """What keeps other users from reading `path` and what lies in it, the way included."""
+    """Return the files and folders that keep other users from reading `path`.
+
+    The folders above it count, and so do the modules in it.
+    """
     top = path.resolve()
     closed = [p for p in reversed(top.parents) if not p.stat().st_mode & 0o001]
     inside = sorted(top.glob("*.py")) if top.is_dir() else []

@@ -1,4 +1,4 @@
-"""The ``vllm-kv-checksum`` command."""
+"""Run the ``vllm-kv-checksum`` command."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from .wheel import patch_wheel
 
 
 def feature_dir() -> Path:
-    """The feature's modules: in the installed package, else in the checkout."""
+    """Return the folder of the feature's modules: packaged, or else in the checkout."""
     here = Path(__file__).resolve().parent
     packaged = here / "_feature"
     return packaged if packaged.is_dir() else here.parent / "vllm" / installer.FEATURE

@@ -1,4 +1,4 @@
-"""What applying would change, as a unified diff."""
+"""Print what applying would change, as a unified diff."""
 
 import difflib
 import io

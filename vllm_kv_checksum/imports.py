@@ -1,4 +1,4 @@
-"""Import statements of ours, put where isort's rules want them.
+"""Add import statements to a module, placed as isort's rules demand.
 
 vLLM sorts by ruff's defaults: sections (future, standard library, third party, vLLM),
 in each ``import x`` before ``from x import y``, by name; one statement per module,

@@ -1,4 +1,4 @@
-"""A vLLM plugin that says one line when the series is not in the running vLLM."""
+"""Log one line, as a vLLM plugin, if the series is not in the running vLLM."""
 
 import logging
 
@@ -8,7 +8,7 @@ logger = logging.getLogger("vllm.kv_checksum")
 
 
 def check() -> None:
-    """Log what is wrong, if anything; change nothing and never raise."""
+    """Log what is wrong, if anything. Change nothing and never raise."""
     try:
         code, text = installer.status(installer.find_package(None))
     except Exception as error:  # a check must not stop a server

@@ -1,4 +1,4 @@
-"""Files that change whole or not at all, and go back to what they were on a failure."""
+"""Change files whole or not at all, and put them back on a failure."""
 
 import errno
 import fcntl
@@ -22,10 +22,10 @@ LOCK = ".kv_checksum_lock"
 
 @contextmanager
 def locked(package: Path) -> Iterator[None]:
-    """One run at a time on this package; a second one says so and waits.
+    """Let one run at a time change this package; a second one prints so and waits.
 
-    Where this user may not create the lock nothing can be changed either: whatever
-    tries to will say so.
+    If this user may not create the lock, nothing can be changed either, and the attempt
+    to change it fails.
     """
     path = package / LOCK
     try:
@@ -43,7 +43,7 @@ def locked(package: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """The descriptor that holds the lock, which ends with it, even by SIGKILL."""
+    """Return the descriptor that holds the lock; closing it, even by SIGKILL, frees it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -55,7 +55,7 @@ def _lock(path: Path) -> int:
                 flush=True,
             )
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Whoever had it before has removed the file: then this locks nothing.
+        # If the run that had the lock has removed the file, this locks nothing.
         if _is_open_as(path, descriptor):
             return descriptor
         os.close(descriptor)
@@ -74,7 +74,7 @@ def write_atomically(path: Path, data: bytes, like: Path) -> None:
     Args:
         path: the file to replace or create.
         data: its new content.
-        like: whose mode and owner it gets; `path` itself keeps its own.
+        like: the file whose mode and owner it gets; `path` itself keeps its own.
 
     """
     temporary = path.with_name(_TEMPORARY.format(path.name))
@@ -87,7 +87,7 @@ def write_atomically(path: Path, data: bytes, like: Path) -> None:
 
 
 def sync_folders(folders: Iterable[Path]) -> None:
-    """Wait until what was renamed, created or removed in these folders is on disk."""
+    """Wait until all that was renamed, created or removed in these folders is on disk."""
     for folder in folders:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -106,7 +106,11 @@ def remove(path: Path) -> None:
 
 @dataclass
 class _Saved:
-    """One path: what it was, None for absent; a folder's files by relative name."""
+    """The saved state of one path, to be put back.
+
+    `stat` is None if nothing was there. A file has `data`, a link `link`, and a folder
+    the saved states `inside` it.
+    """
 
     path: Path
     stat: os.stat_result | None = None
@@ -157,7 +161,7 @@ class _Saved:
 
 @contextmanager
 def transaction(*paths: Path) -> Iterator[None]:
-    """On any failure inside, put back these files and folders as they were."""
+    """Put these files and folders back as they were if anything inside fails."""
     saved = [_Saved.of(path) for path in paths]
     try:
         yield

@@ -375,7 +375,7 @@ class Load:
 
     def _check_state(self, bad: dict[str, int], verdict: LoadVerdict | None) -> None:
         scheduler = self.scheduler
-        scheduler.name_errors([[SimpleNamespace(request_id=REQUEST, error=None)]])
+        scheduler.attach_errors([[SimpleNamespace(request_id=REQUEST, error=None)]])
         assert not (scheduler._recvs or scheduler._sends or scheduler._scheduled)
         assert not scheduler._errors
         stats = scheduler.take_stats() or {}

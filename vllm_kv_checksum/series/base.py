@@ -1,4 +1,4 @@
-"""What a connector says and does about checksums; by default nothing.
+"""Give connectors their methods for checksums, which by default do nothing.
 
 A connector declares the carrier of a request's payload. Where that is the connector
 itself, it takes opaque bytes on the producer's scheduler and gives them back with the
@@ -19,7 +19,7 @@ NOT_STORED_YET = """
     _kv_checksums_not_stored: str | None = "the connector is not set up"
 
     """
-# The attribute of a connector that stores checksums with its KV: why it does not.
+# The attribute of a connector that can store checksums: why it does not store them.
 
 STORED_BY_CONNECTOR = """
     @classmethod
@@ -34,7 +34,7 @@ STORED_BY_CONNECTOR = """
         return {self._cache_hit_source}
 
     """
-# What such a connector says; `kv_checksums` is its module.
+# The methods of such a connector; `kv_checksums` is its module.
 
 base = Module("distributed/kv_transfer/kv_connector/v1/base.py")
 base.imports(
@@ -60,9 +60,9 @@ with base.cls("KVConnectorBase_V1") as c:
         def kv_checksum_carrier(
             self, request: "Request", receiving: bool
         ) -> KVChecksumCarrier | None:
-            """How the request's KV checksums travel; None: it is not checksummed.
+            """Return the carrier of a request's KV checksums; None if it has none.
 
-            Of a load it is asked before update_state_after_alloc.
+            For a load, this is called before update_state_after_alloc.
 
             Args:
                 request: the request that is sent or loaded.
@@ -74,7 +74,7 @@ with base.cls("KVConnectorBase_V1") as c:
         def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
             """Carry a finished request's KV checksums beside its KV.
 
-            Called after request_finished of a request whose carrier is
+            This is called after request_finished for a request whose carrier is
             KVChecksumCarrier.CONNECTOR. The worker that loads the request returns
             the bytes in KVConnectorTransferResults.kv_checksums.
 
@@ -89,7 +89,7 @@ with base.cls("KVConnectorBase_V1") as c:
         def _why_kv_checksums_not_stored(
             cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig | None"
         ) -> str | None:
-            """Why a connector that can store KV checksums does not, or None.
+            """Return why a connector that can store KV checksums does not, or None.
 
             Args:
                 vllm_config: vLLM's configuration.
@@ -99,7 +99,7 @@ with base.cls("KVConnectorBase_V1") as c:
             return None
 
         def set_kv_checksum_worker(self, worker: "KVChecksumWorker") -> None:
-            """Take the worker that sums KV blocks, before register_kv_caches.
+            """Set the worker that sums KV blocks, before register_kv_caches.
 
             A connector that stores KV checksums calls its init_block_checksums, and
             its save_block_checksums before it reads the blocks it stores.
@@ -111,9 +111,9 @@ with base.cls("KVConnectorBase_V1") as c:
             return
 
         def get_kv_checksum_sources(self, request: "Request") -> Collection[CacheHitSource]:
-            """The cache tiers whose loads bring stored KV checksums back.
+            """Return the cache tiers whose loads bring stored KV checksums back.
 
-            Asked before update_state_after_alloc.
+            This is called before update_state_after_alloc.
 
             Args:
                 request: the request whose load starts.

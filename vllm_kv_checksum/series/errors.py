@@ -1,4 +1,4 @@
-"""The client whose request fails is told that its KV checksums did.
+"""Tell the client of a failed request that its KV checksums are the reason.
 
 vLLM's answer to a failed load is "Internal server error". An engine's output may name
 an error, which the API server then raises, for plain and streaming requests alike.
@@ -12,7 +12,7 @@ with scheduler.function("Scheduler.update_from_output") as f:
         assign("engine_core_outputs"),
         """
         if self.kv_checksum is not None:
-            self.kv_checksum.name_errors(outputs.values())
+            self.kv_checksum.attach_errors(outputs.values())
 
         """,
     )

@@ -63,7 +63,8 @@ with interface.cls("KVCacheConfig") as c:
         assign("hash_block_size"),
         '''
         kv_checksum_skipped: dict[int, str] | None = None
-        """Groups that some worker does not checksum, with the reason (scheduler)."""
+        """KV cache groups that some worker does not checksum: reasons by group id. Set in
+        the scheduler's configuration alone."""
         ''',
         past_docstring=True,
     )

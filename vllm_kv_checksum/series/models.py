@@ -1,4 +1,4 @@
-"""Fixes of models' specs that checksums depend on.
+"""Fix models' specs that checksums depend on.
 
 MiniMax-M3's indexer keeps one index-key vector per token on every TP rank, but its
 spec does not say so; without `max_tp_shards` it would count as sharded.

@@ -1,4 +1,4 @@
-"""Mooncake P2P carries payloads in the producer's responses.
+"""Let Mooncake P2P carry payloads in the producer's responses.
 
 A payload is stored on the send before it is marked ready, and answered with the
 requests that were sent. The consumer queues it before the load is marked finished, in
@@ -66,7 +66,7 @@ with mooncake.cls("MooncakeConnectorScheduler") as c:
             # Nothing is sent for other requests, so nothing would carry these.
             _, block_ids = self._reqs_need_send.get(request.request_id, (None, []))
             if block_ids:
-                # Of its own, not the class's.
+                # The instance gets a dict of its own in place of the class's.
                 self._kv_checksums = self._kv_checksums or {}
                 self._kv_checksums[request.request_id] = checksums
 

@@ -1,4 +1,4 @@
-"""NIXL pull carries payloads in ``kv_transfer_params``.
+"""Let NIXL pull carry payloads in ``kv_transfer_params``.
 
 The producer's answer already goes through the proxy to the consumer, so the generic
 code only adds a key. Bidirectional loads (`do_remote_decode` on a load) are neither

@@ -1,4 +1,4 @@
-"""NIXL push carries payloads in the completion notifs of its WRITEs.
+"""Let NIXL push carry payloads in the completion notifs of its WRITEs.
 
 The producer's scheduler ships a payload with the finished blocks; the writer thread
 adds it to the notif if the consumer's registration asked. Both forms of the notif take
@@ -81,7 +81,7 @@ with scheduler.cls("NixlPushConnectorScheduler") as c:
         def send_kv_checksums(self, request: Request, checksums: bytes) -> None:
             # Nothing is pushed for other requests, so nothing would carry these.
             if request.request_id in self._newly_finished_push_blocks:
-                # Of its own, not the class's.
+                # The instance gets a dict of its own in place of the class's.
                 kv_checksums = self._newly_finished_kv_checksums or {}
                 kv_checksums[request.request_id] = checksums
                 self._newly_finished_kv_checksums = kv_checksums

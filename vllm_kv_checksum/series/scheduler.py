@@ -1,4 +1,4 @@
-"""The scheduler asks for sums, adds them up and judges loads.
+"""Let the scheduler ask for sums, add them up and judge loads.
 
 Everything hangs on `Scheduler.kv_checksum`, None when checksums are off. The
 verdict falls behind the connector's own failure reports and before the loop that

@@ -1,6 +1,6 @@
-"""SimpleCPUOffloadConnector: checksums are offloaded with the KV.
+"""Let SimpleCPUOffloadConnector offload checksums with the KV.
 
-The worker's entries are one more region to copy. Positions and hashes, which the
+The worker's block checksums are one more region to copy. Positions and hashes, which the
 worker needs to fill them in and which the manager otherwise keeps to itself, travel
 in the step's metadata.
 """

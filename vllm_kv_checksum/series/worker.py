@@ -1,4 +1,4 @@
-"""Workers sum blocks in the steps the scheduler names.
+"""Let workers sum blocks in the steps that the scheduler names.
 
 `ActiveKVConnector` owns the worker. Loads are summed where their completion is
 reported; sends after the forward and, where the runner finalizes the connector

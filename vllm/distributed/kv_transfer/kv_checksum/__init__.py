@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""KV-cache checksums: every KV block loaded from elsewhere is verified.
+"""Verify every KV block that is loaded from elsewhere by its checksum.
 
-    checksum      the definition, and the records that carry sums
-    payload       what a producer tells a consumer
-    verdict       what is known of a load
+    checksum      the definition, and the records that carry partial sums
+    payload       the message from a producer to a consumer
+    verdict       the outcome of comparing a load
     stored        checksums that are stored with offloaded KV
     support       which set-ups are covered, and why others are not
     metrics       counters on /metrics
-    worker/       reads caches and sums their blocks (kernels/: on what)
-    scheduler/    says what is summed, compares, and sees to the consequences
-    connectors/   what single connectors add
+    naming        requests and blocks in log lines
+    worker/       reads caches and sums their blocks (kernels/: one per device)
+    scheduler/    asks for sums, compares them, and handles the consequences
+    connectors/   the part of single connectors
     fault_drill/  a connector that damages loads on purpose
 
-Names are resolved on first use: connectors import `payload` while the modules
-that need connectors are still being loaded.
+Imports run one way: the modules here know none of the folders, the folders know
+these, and `fault_drill` knows them all. Names are resolved on first use: connectors
+import `payload` while the modules that need connectors are still being loaded.
 """
 
 from importlib import import_module

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a KV checksum is, and the records in which partial sums travel.
+"""Define the KV checksum, and the records in which partial sums travel.
 
 Protected: every byte of the K and V cells of a request's tokens, and the
 place (layer, KV head, token position) of every piece of them. Not protected:
 slots past ``num_tokens``, padding, and scales kept outside the cache. It finds
-corruption and misplacement; it is no cryptographic hash.
+corruption and misplacement; it is no cryptographic hash. The design document
+(docs/design/kv_checksum.md) gives the reasons for each step of the definition.
 
 The value of some tokens is the sum, mod 2**64, of ``term(x, w)`` over their pieces
 ``x``, with ``w = m * (2*j + 1)``, ``j`` the piece's number in the request
@@ -45,7 +46,7 @@ ReplicaKey = tuple[int, int]
 
 
 class Skipped(str, Enum):
-    """Why a KV cache group is not summed at all (fixed set).
+    """Categories of reasons for which a KV cache group is not summed (fixed set).
 
     A worker's reason is one of these, a colon, and what exactly it found.
     """
@@ -72,23 +73,28 @@ class Skipped(str, Enum):
 
     @classmethod
     def of(cls, reason: str) -> "Skipped":
-        """The category with which a worker's reason begins."""
+        """Return the category with which a worker's reason begins, or `OTHER`."""
         category = reason.partition(":")[0]
         return cls(category) if category in set(cls) else cls.OTHER
 
 
 def slice_factor(layer: int, head: int) -> int:
-    """The odd 64-bit factor ``m`` of one layer and global KV head."""
+    """Compute the odd 64-bit factor ``m`` of one layer and global KV head."""
     return GOLDEN_FACTOR * (2 * (layer * MAX_KV_HEADS_PER_LAYER + head) + 1) & MASK64
 
 
 def unit_size(block_size: int) -> int:
-    """Tokens of a unit: the part of a block that has a sum of its own."""
+    """Return the tokens of a unit: the part of a block that has a sum of its own."""
     return block_size if block_size % UNIT_TOKENS else UNIT_TOKENS
 
 
 def checksum_terms(pieces: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Terms of uint64 `pieces` under odd uint64 `weights` (broadcast together)."""
+    """Compute the terms of uint64 `pieces` under odd uint64 `weights`.
+
+    Both are broadcast together; the result is uint64. With ``x`` a piece and ``w``
+    its weight, ``term(x, w) = y ^ low32(t ^ (t >> 32))`` where
+    ``y = (x ^ (x >> 33)) * w`` and ``t = (y >> 32) * FOLD_FACTOR``.
+    """
     mixed = (pieces ^ (pieces >> np.uint64(33))) * weights
     folded = (mixed >> np.uint64(32)) * np.uint64(FOLD_FACTOR)
     return mixed ^ ((folded ^ (folded >> np.uint64(32))) & np.uint64(2**32 - 1))
@@ -118,7 +124,7 @@ class KVChecksumBlocks:
 
 @dataclass
 class KVChecksumScheduled:
-    """What one step asks workers to sum, by request id.
+    """The blocks that one step asks workers to sum, by request id.
 
     `reqs_to_send` are summed in this step; `reqs_to_recv` (loads from another
     instance) and `reqs_to_load` (loads from an offload tier) in the step that
@@ -146,7 +152,7 @@ class KVChecksumGroup:
 
     Attributes:
         start: number of the first unit in the request.
-        replica_keys: which copies the columns of `values` belong to.
+        replica_keys: the replica key of each column of `values`.
         values: uint64, shape ``(units, len(replica_keys))``.
 
     """
@@ -158,7 +164,7 @@ class KVChecksumGroup:
 
 @dataclass
 class KVChecksumRecord:
-    """What one worker reports for one step.
+    """The report of one worker for one step.
 
     Every request that the worker processed is in `checksums`, with no groups if
     none of its layers are here, so that the scheduler can count reports.
@@ -217,10 +223,14 @@ def add_records(
 
 
 def replica_checks(parts: dict[ReplicaKey, KVChecksumGroup]) -> list[np.ndarray]:
-    """Whole-model sums, one per check, from parts keyed by replica.
+    """Add parts keyed by replica to whole-model sums, one array per check.
 
     Check ``k`` adds copy ``k % R`` of the layers that ``R`` ranks replicate, so
     each check covers every layer once and every copy is in some check.
+
+    Returns:
+        As many uint64 arrays of shape ``(units,)`` as the most replicated layer has
+        copies.
 
     Raises:
         ValueError: a replica is missing, or parts cover different blocks.

@@ -1,43 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Prometheus metrics. Label values come from fixed sets.
+"""Define the counters, their keys, and the Prometheus metrics made of them.
 
 The scheduler counts into a flat ``dict[str, int]`` (keys such as
 ``loads:verified:kv_transfer_params``), which travels with vLLM's scheduler
-statistics; this module turns it into metrics in the API server.
+statistics; `KVChecksumProm` turns it into metrics in the API server. Label values come
+from fixed sets. The keys are made here alone, and need no Prometheus.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
 
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
+
 VERDICTS = ("verified", "mismatch", "unverified")
 
-NO_CARRIER = "none"
-"""In place of the carrier of loads that bring no checksums."""
+_NO_CARRIER = "none"
+"""The carrier's label value for loads that bring no checksums."""
 
-_CARRIERS = (*(carrier.value for carrier in KVChecksumCarrier), NO_CARRIER)
+LOADS_STARTED = "loads_started"
+LOADS_FAILED = "loads_failed"
+LOADS_ABORTED = "loads_aborted"
+BLOCKS_COMPARED = "blocks_compared"
+BLOCKS_MISMATCHED = "blocks_mismatched"
+OTHER_PROMPTS = "other_prompts"
+PROMPTS_NOT_BOUND = "prompts_not_bound"
+REPLICAS_DIFFER = "replicas_differ"
+FAILED = "failed"
+RECOMPUTED = "recomputed"
+STORED_BLOCKS_DROPPED = "stored_blocks_dropped"
+PAYLOAD_BYTES = "payload_bytes"
 
 _PLAIN = {
-    "loads_started": "KV loads started.",
-    "loads_failed": "KV loads that their connector reported as failed.",
-    "loads_aborted": "KV loads whose request ended before they were judged.",
-    "blocks_compared": "KV blocks compared with their producer's checksums.",
-    "blocks_mismatched": "KV blocks that differed from their producer's checksums.",
-    "other_prompts": "KV loads that held the KV of another prompt.",
-    "prompts_not_bound": "KV loads compared of which it is not known of what prompt.",
-    "replicas_differ": "Finished prefills whose KV differs between TP ranks.",
-    "failed": "Requests failed because of KV checksums.",
-    "recomputed": "Requests recomputed because of KV checksums.",
-    "stored_blocks_dropped": "Stored KV blocks dropped because they differ.",
-    "payload_bytes": "Bytes of KV checksum payloads sent.",
+    LOADS_STARTED: "KV loads started.",
+    LOADS_FAILED: "KV loads that their connector reported as failed.",
+    LOADS_ABORTED: "KV loads whose request ended before they were judged.",
+    BLOCKS_COMPARED: "KV blocks compared with their producer's checksums.",
+    BLOCKS_MISMATCHED: "KV blocks that differed from their producer's checksums.",
+    OTHER_PROMPTS: "KV loads that held the KV of another prompt.",
+    PROMPTS_NOT_BOUND: "KV loads compared of which it is not known of what prompt.",
+    REPLICAS_DIFFER: "Finished prefills whose KV differs between TP ranks.",
+    FAILED: "Requests failed because of KV checksums.",
+    RECOMPUTED: "Requests recomputed because of KV checksums.",
+    STORED_BLOCKS_DROPPED: "Stored KV blocks dropped because they differ.",
+    PAYLOAD_BYTES: "Bytes of KV checksum payloads sent.",
 }
+"""Counters without labels of their own: their documentation by key. The metric is
+called ``vllm:kv_checksum_`` and the key."""
+
+
+def loads_key(verdict: str, carrier: KVChecksumCarrier | None) -> str:
+    """Return the key that counts loads of a verdict (one of `VERDICTS`).
+
+    Args:
+        verdict: how the loads were judged.
+        carrier: the carrier of their checksums; None if they bring none.
+
+    """
+    return f"loads:{verdict}:{_carrier_label(carrier)}"
+
+
+def unverified_key(reason: Unverified) -> str:
+    """Return the key that counts loads not verified for `reason`."""
+    return f"unverified:{reason.value}"
+
+
+def unsent_key(reason: Unverified) -> str:
+    """Return the key that counts finished prefills not sent for `reason`."""
+    return f"unsent:{reason.value}"
+
+
+def left_out_key(reason: LeftOut) -> str:
+    """Return the key that counts groups left out of a request for `reason`."""
+    return f"left_out:{reason.value}"
+
+
+def skipped_groups_key(category: Skipped) -> str:
+    """Return the key of the number of groups skipped for a category of reasons."""
+    return f"skipped_groups:{category.value}"
+
+
+def _carrier_label(carrier: KVChecksumCarrier | None) -> str:
+    return _NO_CARRIER if carrier is None else carrier.value
 
 
 class KVChecksumProm:
-    """The metrics of one API server.
+    """The metrics of one API server: adds up the counts of its engines.
 
     Args:
         counter_cls, gauge_cls: the Prometheus classes of the logger.
@@ -48,8 +102,8 @@ class KVChecksumProm:
 
     def __init__(
         self,
-        counter_cls: Any,
-        gauge_cls: Any,
+        counter_cls: type[Counter],
+        gauge_cls: type[Gauge],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
@@ -90,35 +144,41 @@ class KVChecksumProm:
             )
             for key, text in _PLAIN.items()
         }
-        self._counters: dict[tuple[int, str], Any] = {}
-        self._gauges: dict[tuple[int, str], Any] = {}
+        self._counters: dict[tuple[int, str], Counter] = {}
+        self._gauges: dict[tuple[int, str], Gauge] = {}
         for index, values in per_engine_labelvalues.items():
             for verdict in VERDICTS:
-                for carrier in _CARRIERS:
-                    self._counters[index, f"loads:{verdict}:{carrier}"] = loads.labels(
-                        *values, verdict, carrier
+                for carrier in (*KVChecksumCarrier, None):
+                    self._counters[index, loads_key(verdict, carrier)] = loads.labels(
+                        *values, verdict, _carrier_label(carrier)
                     )
             for reason in Unverified:
-                self._counters[index, f"unverified:{reason.value}"] = unverified.labels(
+                self._counters[index, unverified_key(reason)] = unverified.labels(
                     *values, reason.value
                 )
-                self._counters[index, f"unsent:{reason.value}"] = unsent.labels(
+                self._counters[index, unsent_key(reason)] = unsent.labels(
                     *values, reason.value
                 )
             for why in LeftOut:
-                self._counters[index, f"left_out:{why.value}"] = left_out.labels(
+                self._counters[index, left_out_key(why)] = left_out.labels(
                     *values, why.value
                 )
-            for kind in Skipped:
-                gauge = self._gauges[index, f"skipped_groups:{kind.value}"] = (
-                    skipped.labels(*values, kind.value)
+            for category in Skipped:
+                gauge = self._gauges[index, skipped_groups_key(category)] = (
+                    skipped.labels(*values, category.value)
                 )
                 gauge.set(0)
             for key, counter in plain.items():
                 self._counters[index, key] = counter.labels(*values)
 
     def observe(self, stats: dict[str, int], engine_index: int) -> None:
-        """Add one step's counts; a gauge takes its number as it is."""
+        """Add the counts of one step; a gauge is set to its number.
+
+        Args:
+            stats: counts by key.
+            engine_index: the engine that counted them.
+
+        """
         for key, number in stats.items():
             gauge = self._gauges.get((engine_index, key))
             if gauge is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How log lines name requests, blocks and clients' values: short, on one line."""
+"""Name requests, blocks and clients' values in log lines: short, on one line."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,17 @@ _MAX_ID_CHARS = 128
 
 
 def request_name(req_id: str) -> str:
-    """A request's id for the log; clients can choose any text."""
+    """Return a request's id for the log, bounded: clients can choose any text."""
     return shortened(req_id, _MAX_ID_CHARS)
 
 
 def blocks_named(positions: Mapping[int, list[int]]) -> str:
-    """Blocks of KV cache groups for the log; bounded, as many as there may be."""
+    """Format blocks of KV cache groups for the log, bounded however many there are.
+
+    Args:
+        positions: per KV cache group id, ascending positions in the request.
+
+    """
     said = [
         f"group {i}: {positions_named(at)}"
         for i, at in list(positions.items())[:MAX_GROUPS]
@@ -31,7 +36,7 @@ def blocks_named(positions: Mapping[int, list[int]]) -> str:
 
 
 def positions_named(positions: list[int]) -> str:
-    """Positions as ranges; a number instead of the last ones."""
+    """Format ascending positions as ranges; the last ones may only be counted."""
     at = np.array(positions)
     breaks = np.flatnonzero(np.diff(at) != 1)
     firsts, lasts = at[[0, *(breaks + 1)]], at[[*breaks, -1]]
@@ -45,7 +50,7 @@ def positions_named(positions: list[int]) -> str:
 
 
 def shortened(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
-    """A client's value, bounded and on one line for the log."""
+    """Format a client's value for the log: at most `limit` characters, on one line."""
     if not isinstance(value, str | int):
         return f"<{type(value).__name__}>"
     text = str(value)[:limit]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a producer tells a consumer: the checksums of one request's KV.
+"""Encode and decode payloads: what a producer tells a consumer about one request.
 
 Wire form: msgpack of ``(version, body)``, the body decoded with its type. Values
 are little-endian uint64. Version 1 had sums of whole blocks, of another definition, and
@@ -11,11 +11,14 @@ else; memory stays bounded by the input, which is capped at `MAX_PAYLOAD_BYTES`.
 import binascii
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import pybase64 as base64
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 PAYLOAD_VERSION = 2
 
@@ -31,7 +34,7 @@ _Map = TypeVar("_Map", bound=dict[Any, Any])
 
 
 class KVChecksumCarrier(Enum):
-    """How a connector moves a payload from producer to consumer."""
+    """The ways in which a connector moves a payload from producer to consumer."""
 
     KV_TRANSFER_PARAMS = "kv_transfer_params"
     """In the request's ``kv_transfer_params``, which the proxy forwards."""
@@ -42,18 +45,26 @@ class KVChecksumCarrier(Enum):
     STORED = "stored"
     """None is sent: each block's checksum is stored with its KV and loaded back."""
 
-    def of_request(self, request: Any, receiving: bool) -> "KVChecksumCarrier | None":
-        """This carrier if a prefill of `request` is sent, or its result loaded.
+    def of_request(
+        self, request: "Request", receiving: bool
+    ) -> "KVChecksumCarrier | None":
+        """Return this carrier if a prefill of `request` is sent, or its result loaded.
 
-        None for a request that is neither, and for a load from a decode instance.
+        Return None for a request that is neither, and for a load from a decode
+        instance.
+
+        Args:
+            request: the request that is sent or loaded.
+            receiving: whether this instance loads the request's KV.
+
         """
         if receiving:
             return None if is_from_decode(request) else self
         return self if transfer_params(request).get("do_remote_decode") else None
 
 
-def transfer_params(request: Any) -> dict[str, Any]:
-    """A request's ``kv_transfer_params``; empty if they are no mapping.
+def transfer_params(request: "Request") -> dict[str, Any]:
+    """Return a request's ``kv_transfer_params``, or an empty mapping if they are none.
 
     Clients can send anything there (``vllm_xargs``), and not every connector looks.
     """
@@ -61,10 +72,10 @@ def transfer_params(request: Any) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
-def is_from_decode(request: Any) -> bool:
-    """Whether a load that starts is of KV that a decode instance computed.
+def is_from_decode(request: "Request") -> bool:
+    """Tell whether a load that starts is of KV that a decode instance computed.
 
-    To be asked before the connector is told that the load starts: NIXL honours
+    Call this before the connector is told that the load starts: NIXL honours
     ``do_remote_prefill`` before ``do_remote_decode``, and then clears it.
     """
     params = transfer_params(request)
@@ -72,20 +83,21 @@ def is_from_decode(request: Any) -> bool:
     return bool(decode) and not prefill
 
 
-def take_text(request: Any) -> object:
-    """Take the payload out of a request's ``kv_transfer_params``; None for nothing.
+def take_text(request: "Request") -> object:
+    """Remove the payload from a request's ``kv_transfer_params`` and return it.
 
-    They go to every worker with the request, and nobody needs it there.
+    They go to every worker with the request, and nobody needs it there. Return None
+    if there is no payload.
     """
     return transfer_params(request).pop(KV_TRANSFER_PARAMS_KEY, None)
 
 
 class PayloadVersionError(ValueError):
-    """The payload was made by another version of this feature."""
+    """Raised for a payload that another version of this feature made."""
 
 
 class PromptDigests(NamedTuple):
-    """Digests of a prompt's first tokens.
+    """Digests of a prompt's first tokens, 64 bits each; 0: not bound to a prompt.
 
     Attributes:
         whole: of all of them.
@@ -98,7 +110,9 @@ class PromptDigests(NamedTuple):
 
 
 class OtherCopies(NamedTuple):
-    """Where other copies of a group's KV on the producer differ from the first.
+    """The units in which other copies of a group's KV differ from the first one.
+
+    They are copies on the producer, which several TP ranks hold.
 
     Attributes:
         copy: which copy, shape ``(n,)``.
@@ -114,7 +128,7 @@ class OtherCopies(NamedTuple):
 
 @dataclass
 class GroupChecksums:
-    """Checksums of one KV cache group.
+    """Whole-model sums of one KV cache group, as a producer sends them.
 
     Attributes:
         fingerprint: identifies the group's layers (uint64).
@@ -175,7 +189,7 @@ _groups_decoder = msgspec.msgpack.Decoder(
 
 
 def encode(payload: KVChecksumPayload) -> bytes:
-    """The wire form of `payload`."""
+    """Encode `payload` in its wire form."""
     groups = {
         group_id: _WireGroup(
             g.fingerprint,
@@ -262,7 +276,7 @@ def _decode_copies(data: bytes, num_values: int) -> OtherCopies | None:
 
 
 def encode_text(payload: KVChecksumPayload) -> str:
-    """The wire form as base64, for JSON."""
+    """Encode `payload` in its wire form, as base64 for JSON."""
     return base64.b64encode(encode(payload)).decode("ascii")
 
 
@@ -298,13 +312,13 @@ def decode_map(
         found: _Map = decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
         raise ValueError(str(error)) from None
-    if len(found) != _entries(data):
+    if len(found) != _num_pairs(data):
         raise ValueError("a map holds a key twice")
     return found
 
 
-def _entries(data: bytes | memoryview) -> int:
-    """How many entries the map that `data` begins with claims to have."""
+def _num_pairs(data: bytes | memoryview) -> int:
+    """Return how many pairs the msgpack map at the start of `data` claims to have."""
     first = data[0]
     if first < 0x90:
         return first & 0x0F

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Checksums that are stored with offloaded KV and come back with it.
+"""Define block checksums: checksums that are stored with offloaded KV.
 
-A connector that stores KV asks the worker for one int64 entry per block
-(`KVChecksumWorker.init_block_checksums`), has the entries of the blocks it is
-about to store filled in (`save_block_checksums`) and moves an entry wherever it
-moves its block's KV. An entry is this rank's own sum of a full block, XORed with a
-tag of the block's hash and of the group's layers, so that an intact value of
-another prefix or of another model's layers fails like a damaged one. A rank checks
-what it stored itself: nothing is added up over ranks.
+A connector that stores KV asks the worker for one int64 block checksum per block
+(`KVChecksumWorker.init_block_checksums`), has those of the blocks that it is about to
+store filled in (`save_block_checksums`), and moves a block checksum wherever it moves
+the block's KV. A block checksum is this rank's own sum of a full block, XORed with a
+tag of the block's hash and of the group's layers, so that an intact value of another
+prefix or of another model's layers fails like a damaged one. Each rank checks the KV
+that it stored itself: nothing is added up over ranks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,10 +25,10 @@ class BlockRun(NamedTuple):
     """Full blocks of one request that follow one another.
 
     Attributes:
-        group_id: their KV cache group.
+        group_id: the blocks' KV cache group.
         start: position of the first block in the request.
-        block_ids: their ids.
-        block_hashes: their prefix hashes, one per block, all of one length.
+        block_ids: the blocks' ids.
+        block_hashes: the blocks' prefix hashes, one per block, all of one length.
 
     """
 
@@ -38,7 +38,7 @@ class BlockRun(NamedTuple):
     block_hashes: Sequence[bytes]
 
     def blocks(self, block_size: int) -> KVChecksumBlocks:
-        """The run as blocks to sum, all of whose tokens count."""
+        """Return the run as blocks to sum, all of whose tokens count."""
         num_tokens = (self.start + len(self.block_ids)) * block_size
         return KVChecksumBlocks(
             num_tokens,
@@ -49,11 +49,17 @@ class BlockRun(NamedTuple):
 def block_checksum_tags(
     block_hashes: Sequence[bytes], fingerprint: int = 0
 ) -> np.ndarray:
-    """What the blocks' entries are XORed with: uint64, shape ``(blocks,)``.
+    """Compute the tags with which block checksums are XORed.
+
+    A tag is the first 8 bytes of the block's hash, little-endian, XORed with the
+    fingerprint.
 
     Args:
         block_hashes: the blocks' prefix hashes, all of one length.
-        fingerprint: identifies the layers that the entries sum (uint64).
+        fingerprint: identifies the layers that the block checksums sum (uint64).
+
+    Returns:
+        uint64, shape ``(blocks,)``.
 
     Raises:
         ValueError: hashes shorter than 8 bytes, or of unequal length.
@@ -72,23 +78,42 @@ def block_checksum_tags(
 def hashes_of_blocks(
     block_hashes: Sequence[bytes], scale: int, start: int, stop: int
 ) -> Sequence[bytes]:
-    """The hashes of the blocks at positions ``[start, stop)``.
+    """Return the hashes of the blocks at positions ``[start, stop)``.
+
+    Fewer are returned where `block_hashes` ends before.
 
     Args:
         block_hashes: a request's hashes, one per hash block.
-        scale: hash blocks per block; the last one's hash stands for the block,
-            because it covers everything before it.
+        scale: hash blocks per block.
         start: first position.
         stop: position behind the last.
 
     """
-    return block_hashes[(start + 1) * scale - 1 : stop * scale : scale]
+    return block_hashes[_index_of_hash(start, scale) : stop * scale : scale]
+
+
+def hash_of_block(block_hashes: Sequence[bytes], scale: int, position: int) -> bytes:
+    """Return the hash of the block at one position; see `hashes_of_blocks`.
+
+    Raises:
+        IndexError: the block has no hash yet.
+
+    """
+    return block_hashes[_index_of_hash(position, scale)]
+
+
+def _index_of_hash(position: int, scale: int) -> int:
+    """Return which of a request's hashes stands for the block at a position.
+
+    It is that of the block's last hash block, which covers everything before it.
+    """
+    return (position + 1) * scale - 1
 
 
 def why_not_summed(
     skipped: Mapping[int, str] | None, group_ids: Collection[int]
 ) -> str | None:
-    """Why not all of these groups are summed, or None.
+    """Return why not all of these groups are summed, or None if they all are.
 
     Args:
         skipped: reasons by KV cache group id; None if they are not known yet.

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which connectors' loads are checked in a configuration, and what is refused.
+"""Decide which connectors' loads are checked in a configuration, and refuse others.
 
-Told from the configuration alone, so that what `kv_checksum_fail_closed` refuses is
-refused before any connector exists. What depends on the KV cache groups is known once
-they are planned, and asked again then; what depends on the caches themselves, once the
-workers have them.
+The decision rests on the configuration alone, so that what `kv_checksum_fail_closed`
+refuses is refused before any connector exists. What depends on the KV cache groups is
+known once they are planned, and asked again then; what depends on the caches
+themselves, once the workers have them.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+    from vllm.v1.worker.worker_base import WorkerBase
 
 _EXECUTORS = {
     *("uni", "mp", "ray", None),
@@ -21,11 +31,11 @@ _EXECUTORS = {
 
 @dataclass(frozen=True)
 class ConnectorCoverage:
-    """What is known of one connector, or of one inside a MultiConnector.
+    """Coverage of one connector, or of one inside a MultiConnector.
 
     Attributes:
-        name: as the configuration calls it.
-        not_checked: why nobody checks what it loads, or None.
+        name: the connector's name in the configuration.
+        not_checked: why nobody checks the loads of this connector, or None.
 
     """
 
@@ -34,14 +44,20 @@ class ConnectorCoverage:
 
 
 def declares(connector_class: type, method: str) -> bool:
-    """Whether a connector's class has a method of its own in place of the default."""
+    """Tell whether a connector's class overrides a method of `KVConnectorBase_V1`."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return getattr(connector_class, method) is not getattr(KVConnectorBase_V1, method)
 
 
-def serving_connector(connector: Any, request: Any) -> Any:
-    """The connector that loads `request`: the one chosen inside, or `connector`."""
+def serving_connector(
+    connector: KVConnectorBase_V1, request: Request
+) -> KVConnectorBase_V1:
+    """Return the connector that loads `request`.
+
+    That is `connector` itself, unless it holds others: then the one that it chose for
+    the request, once it has chosen.
+    """
     while inner := getattr(connector, "sub_connectors", None):
         chosen = connector._requests_to_connector.get(request.request_id)
         if chosen is None:
@@ -51,9 +67,11 @@ def serving_connector(connector: Any, request: Any) -> Any:
 
 
 def connector_coverage(
-    vllm_config: Any, kv_cache_config: Any = None
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> list[ConnectorCoverage]:
     """Tell for every connector of a configuration whether its loads are checked.
+
+    A connector that holds others (a MultiConnector) is replaced by those.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -69,12 +87,17 @@ def connector_coverage(
     ]
 
 
-def _connector_classes(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
-    """The connectors' classes with their configurations, those inside others alone."""
+def _connector_classes(
+    vllm_config: VllmConfig,
+) -> Iterator[tuple[type[KVConnectorBase_V1], VllmConfig]]:
+    """Yield connector classes with their configurations.
+
+    A connector that holds others is replaced by those, in order.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     found = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
-    pending: list[tuple[Any, Any]] = [(found, vllm_config)]
+    pending: list[tuple[type[KVConnectorBase_V1], VllmConfig]] = [(found, vllm_config)]
     while pending:
         connector_class, config = pending.pop(0)
         if wrapped := getattr(connector_class, "kv_checksum_wrapped_class", None):
@@ -88,7 +111,9 @@ def _connector_classes(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _why_not_checked(
-    connector_class: Any, vllm_config: Any, kv_cache_config: Any
+    connector_class: type[KVConnectorBase_V1],
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
 ) -> str | None:
     name = connector_class.__name__
     if declares(connector_class, "kv_checksum_carrier"):
@@ -99,8 +124,8 @@ def _why_not_checked(
     return reason and f"{name} stores no KV checksums: {reason}"
 
 
-def why_off(vllm_config: Any) -> str | None:
-    """Why checksums cannot work at all in this configuration, or None."""
+def why_off(vllm_config: VllmConfig) -> str | None:
+    """Return why checksums cannot work at all in this configuration, or None."""
     parallel = vllm_config.parallel_config
     sizes = (
         parallel.decode_context_parallel_size,
@@ -111,14 +136,17 @@ def why_off(vllm_config: Any) -> str | None:
     return None if parallel.world_size == 1 else _why_reports_are_lost(parallel)
 
 
-def _why_reports_are_lost(parallel_config: Any) -> str | None:
-    """Why the executor does not bring every worker's report to the scheduler."""
+def _why_reports_are_lost(parallel_config: ParallelConfig) -> str | None:
+    """Return why some workers' reports do not reach the scheduler, or None.
+
+    That depends on how the executor collects the workers' outputs.
+    """
     import vllm.envs as envs
 
     names = _executor_names(parallel_config.distributed_executor_backend)
     if not names.isdisjoint({"external_launcher", "ExecutorWithExternalLauncher"}):
         return "with the external launcher each rank sees its own worker only"
-    # Of vLLM before 0.33.0.
+    # These executors are those of vLLM before 0.33.0.
     if "RayDistributedExecutor" in names or (
         "ray" in names and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
     ):
@@ -134,8 +162,8 @@ def _why_reports_are_lost(parallel_config: Any) -> str | None:
     return None
 
 
-def _executor_names(backend: Any) -> set[str | None]:
-    """The short name of an executor, or the names of its class and their bases."""
+def _executor_names(backend: str | type[Executor] | None) -> set[str | None]:
+    """Return an executor's short name, or the names of its class and its bases."""
     if isinstance(backend, str) and "." in backend:
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -145,8 +173,10 @@ def _executor_names(backend: Any) -> set[str | None]:
     return {backend}
 
 
-def sums_blocks(vllm_config: Any, kv_cache_config: Any = None) -> bool:
-    """Whether checksums are on and any connector needs sums."""
+def sums_blocks(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
+) -> bool:
+    """Tell whether checksums are on and any connector needs sums."""
     transfer = vllm_config.kv_transfer_config
     if not transfer.enable_kv_checksum or why_off(vllm_config) is not None:
         return False
@@ -154,11 +184,13 @@ def sums_blocks(vllm_config: Any, kv_cache_config: Any = None) -> bool:
     return any(connector.not_checked is None for connector in coverage)
 
 
-def ask_workers(vllm_config: Any, kv_cache_config: Any, executor: Any) -> None:
-    """Note in the scheduler's KV cache configuration which groups a worker skips.
+def ask_workers(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, executor: Executor
+) -> None:
+    """Record in the scheduler's KV cache configuration which groups a worker skips.
 
-    To be called when the workers have their caches, before the scheduler and its
-    connectors are made: so both sides of a connector decide alike what is stored.
+    Call this when the workers have their caches, before the scheduler and its
+    connectors are made: then both sides of a connector decide alike what is stored.
 
     Raises:
         ValueError: as `refuse_unchecked`.
@@ -175,17 +207,25 @@ def ask_workers(vllm_config: Any, kv_cache_config: Any, executor: Any) -> None:
     refuse_unchecked(vllm_config, kv_cache_config)
 
 
-def skipped_groups(worker: Any) -> dict[int, str]:
-    """Which groups a worker of vLLM's does not sum, and why; called there."""
+def skipped_groups(worker: WorkerBase) -> dict[int, str]:
+    """Return the groups that one of vLLM's workers skips: reasons by group id.
+
+    This runs on the worker. It skips none if checksums are off.
+    """
     checksums = getattr(worker.model_runner.kv_connector, "kv_checksum_worker", None)
     return {} if checksums is None else dict(checksums.skipped)
 
 
-def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
-    """Refuse with `kv_checksum_fail_closed` what can bring loads that nobody checks.
+def refuse_unchecked(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
+) -> None:
+    """Refuse set-ups that can bring unchecked loads, if loads fail closed.
+
+    Without `kv_checksum_fail_closed` nothing is refused.
 
     Raises:
-        ValueError: such a set-up; the message names the connector and what to change.
+        ValueError: for such a set-up; the message names the connector and what to
+            change.
 
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
@@ -207,14 +247,17 @@ def refuse_unchecked(vllm_config: Any, kv_cache_config: Any = None) -> None:
         )
 
 
-def why_whole_blocks_differ(kv_cache_groups: Sequence[Any]) -> str | None:
-    """Why a stored value may not be one whole block of every token, or None."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+def why_whole_blocks_differ(kv_cache_groups: Sequence[KVCacheGroupSpec]) -> str | None:
+    """Return why a stored value may not be one whole block of every token, or None."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        iter_layer_specs,
+    )
 
     for group in kv_cache_groups:
-        spec = group.kv_cache_spec
-        for one in getattr(spec, "kv_cache_specs", {None: spec}).values():
+        for spec in iter_layer_specs(group.kv_cache_spec):
             # Subclasses may hold something else than every token's KV.
-            if type(one) not in (FullAttentionSpec, MLAAttentionSpec):
-                return f"{type(one).__name__} layers are not full attention"
+            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"{type(spec).__name__} layers are not full attention"
     return None

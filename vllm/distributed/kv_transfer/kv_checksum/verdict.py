@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What comes of comparing a load.
+"""Describe the outcome of comparing a load.
 
-*verified* is said only of a load of which every loaded block of every group was
-compared and none differed. What cannot be compared is *unverified* with a reason from
-a fixed set, never verified.
+A load is *verified* only if every loaded block of every group was compared and none
+differed. A load that cannot be compared is *unverified* with a reason from a fixed
+set, never verified.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Unverified(str, Enum):
-    """Why a load, or a group of it, could not be compared (fixed set)."""
+    """Reasons for which a load, or a group of it, was not compared (fixed set)."""
 
     NO_PAYLOAD = "no_payload"
     PAYLOAD_VERSION = "payload_version"
@@ -38,7 +38,10 @@ class Unverified(str, Enum):
 
 
 class LeftOut(str, Enum):
-    """Why a group of one request, or a part of it, is not compared (fixed set)."""
+    """Reasons for which a group of one request, or a part of it, is not compared.
+
+    The set is fixed.
+    """
 
     MISSING_BLOCKS = "missing_blocks"
     """Blocks inside the request are missing (a retained window)."""
@@ -51,7 +54,10 @@ class LeftOut(str, Enum):
 
 @dataclass
 class Difference:
-    """One block that differs: both sides' values of its first unit that does."""
+    """A block that differs: both sides' values (uint64) of its first unit that does.
+
+    `position` is the consumer's block position in the request.
+    """
 
     position: int
     expected: int
@@ -60,14 +66,17 @@ class Difference:
 
 @dataclass
 class GroupVerdict:
-    """Outcome for one group.
+    """Outcome of comparing one group.
 
     Attributes:
         first: position of the first block that was compared, on the consumer.
-        compared: how many blocks were, from there on.
-        positions: those that differ, ascending.
-        detail: what does not fit, if it is unverified.
-        partial: the first tokens of `first` were not, or whole blocks before it.
+        compared: number of blocks that were compared, from there on.
+        positions: positions of the blocks that differ, ascending.
+        samples: the first differences, at most `MAX_SAMPLES`.
+        unverified: why the group was not compared in full, or None.
+        partial: the first tokens of `first`, or whole blocks before it, were loaded
+            and not compared.
+        detail: the numbers that do not fit, if the group is unverified.
 
     """
 
@@ -82,7 +91,7 @@ class GroupVerdict:
 
 @dataclass
 class LoadVerdict:
-    """Outcome for one load.
+    """Outcome of comparing one load.
 
     Attributes:
         groups: outcome per group that was to be compared.
@@ -107,7 +116,7 @@ class LoadVerdict:
 
     @property
     def reason(self) -> Unverified | None:
-        """Why the load is unverified, or None; a mismatch comes before this."""
+        """Return why the load is unverified, or None. A mismatch comes before this."""
         if self.unverified is not None:
             return self.unverified
         for group in self.groups.values():
@@ -119,7 +128,7 @@ class LoadVerdict:
 
     @property
     def explanation(self) -> str:
-        """What `reason` rests on, in numbers; one short line."""
+        """Return the numbers that `reason` rests on, in one short line."""
         if self.unverified is not None:
             return self.detail
         for group_id, group in self.groups.items():
@@ -128,19 +137,20 @@ class LoadVerdict:
         return f"groups {sorted(self.groups)}"
 
     def first_bad_token(self, first_token: Callable[[int, int], int]) -> int | None:
-        """The first token whose KV differs in some group, or None if none does.
+        """Return the first token whose KV differs in some group, or None.
 
         Args:
-            first_token: the first token of a block, by group id and position.
+            first_token: returns the first token of a block, given the KV cache group
+                id and the block's position.
 
         """
         bad = {i: g.positions for i, g in self.groups.items() if g.positions}
         return min((first_token(i, at[0]) for i, at in bad.items()), default=None)
 
     def good_blocks(self, group_id: int) -> int:
-        """Blocks of a group before the first that differs.
+        """Return the number of a group's blocks before the first that differs.
 
-        0 if any before it was loaded and not compared, or none differs.
+        Return 0 if any before it was loaded and not compared, or none differs.
         """
         group = self.groups.get(group_id)
         if group is None or not group.positions or group.partial:

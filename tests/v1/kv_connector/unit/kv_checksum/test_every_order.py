@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import Pending
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import PendingSend
 
 from .rig.orders.site import MODES, Setup
 from .rig.orders.walk import walk
@@ -78,7 +78,7 @@ def test_two_unusual_events_of_requests_that_share_a_prefix(model, log):
 
 def test_a_rule_that_is_broken_is_seen(model, log, monkeypatch):
     """Sums of a load that one worker did not report are never good enough."""
-    monkeypatch.setattr(Pending, "check_reports", lambda *_: None)
+    monkeypatch.setattr(PendingSend, "check_reports", lambda *_: None)
     with pytest.raises(AssertionError) as found:
         walk(model, Setup(carrier="stored"), "a", 1)
     assert "requests 'a', choices" in found.value.__notes__[0]

@@ -242,7 +242,7 @@ def test_an_error_response_carries_nothing(side, pair, monkeypatch):
 def damage_with(kind, others):
     """Damage a finished load as the fault drill does."""
 
-    def inflict(instance, req_id, block_ids):
+    def damage_load(instance, req_id, block_ids):
         group = instance.kv_config.kv_cache_groups[0]
         layers = [
             damage.LayerCache(instance.kv[n], instance.num_blocks)
@@ -252,7 +252,7 @@ def damage_with(kind, others):
         loaded = damage.LoadedBlocks(layers, list(block_ids), 0, num_tokens, others)
         damage.inflict(kind, loaded)
 
-    return inflict
+    return damage_load
 
 
 @pytest.mark.parametrize("kind", damage.KINDS)

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 from vllm.distributed.kv_transfer.kv_checksum.checksum import replica_checks
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
-    Pending,
+    PendingSend,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import (
     compare_stored,
@@ -202,7 +202,7 @@ def test_a_worker_reports_every_unit_that_was_asked_for(start, number, right):
         num_tokens={"r": 320},
         seqs={"r": 4},
     )
-    pending = Pending("r", asked)
+    pending = PendingSend("r", asked)
     pending.take(record)
     if right:
         assert pending.parts(0, 4)[1, 0].values.shape == (12,)

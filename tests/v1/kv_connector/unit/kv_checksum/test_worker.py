@@ -13,7 +13,9 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumOutput,
     KVChecksumScheduled,
 )
+from vllm.distributed.kv_transfer.kv_checksum import worker as worker_package
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
+from vllm.distributed.kv_transfer.kv_checksum.worker import kernels
 from vllm.distributed.kv_transfer.kv_checksum.worker import worker as worker_module
 from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (
     LayerFormat,
@@ -118,6 +120,36 @@ def test_chunked_gathers(monkeypatch):
     assert u.values_of(u.send_record(w, BLOCKS)) == whole
 
 
+def test_the_package_s_bound_on_gathers_holds_for_workers_built_after_it_is_set(
+    monkeypatch,
+):
+    """Without Triton a device is served by PyTorch, in chunks of that many bytes."""
+    spec = u.full_spec()
+    caches = named(layer_caches(spec))
+    config = u.config(8, (caches, spec))
+    sums = u.values_of(u.send_record(u.worker(config, caches), BLOCKS))
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
+    monkeypatch.setattr(
+        worker_module,
+        "select_backend",
+        lambda _, limit: kernels.select_backend(torch.device("cuda"), limit),
+    )
+    rows = []
+    sum_chunk = torch_reference._sum_chunk
+    monkeypatch.setattr(
+        torch_reference,
+        "_sum_chunk",
+        lambda layer, *chunk: rows.append(len(chunk[0])) or sum_chunk(layer, *chunk),
+    )
+    for limit, largest in ((None, 3), (1, 1)):
+        if limit is not None:
+            monkeypatch.setattr(worker_package, "_MAX_GATHER_BYTES", limit)
+        w = u.worker(config, caches)
+        rows.clear()
+        assert u.values_of(u.send_record(w, BLOCKS)) == sums
+        assert max(rows) == largest
+
+
 def test_every_layer_is_warmed_up_with_a_row_that_counts_nothing(monkeypatch):
     calls = []
 
@@ -125,7 +157,7 @@ def test_every_layer_is_warmed_up_with_a_row_that_counts_nothing(monkeypatch):
         names = [layer.name for layer in layers]
         return lambda rows, out: calls.append((names, rows.tolist(), out.tolist()))
 
-    monkeypatch.setattr(worker_module, "select_backend", lambda device: prepare)
+    monkeypatch.setattr(worker_module, "select_backend", lambda *_: prepare)
     spec = u.full_spec()
     caches = named(layer_caches(spec))
     u.worker(u.config(8, (caches, spec)), caches)

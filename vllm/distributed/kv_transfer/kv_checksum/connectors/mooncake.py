@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Mooncake P2P: payloads ride the producer's responses, by consumer request id.
+"""Carry payloads over Mooncake P2P, in the producer's responses.
 
-The response's field is optional, so instances without it keep working unverified. It is
-decoded here and not with the response, whose decoding fails every load in it.
-Every producer worker sends the same bytes; who awaits them takes the first.
+A response holds payloads by consumer request id. The field is optional, so instances
+without it keep working unverified. It is decoded here and not with the response,
+because a response that does not decode fails every load in it. Every producer worker
+sends the same bytes; the consumer takes the first.
 """
+
+from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +23,17 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (  # noqa: E501
+        MooncakeXferResponse,
+        SendBlockMeta,
+    )
+    from vllm.v1.request import Request
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _payload_decoder = msgspec.msgpack.Decoder(bytes)
@@ -29,10 +43,15 @@ _DAMAGED = b""
 """Handed on instead of a payload that is none: it does not decode."""
 
 
-def mooncake_carrier(request: Any, receiving: bool) -> KVChecksumCarrier | None:
-    """How a request's payload travels; None: Mooncake does not move its KV.
+def mooncake_carrier(request: Request, receiving: bool) -> KVChecksumCarrier | None:
+    """Return the carrier of a request's payload; None if Mooncake does not move its KV.
 
     A producer sends nothing for a request without ``transfer_id``.
+
+    Args:
+        request: the request that is sent or loaded.
+        receiving: whether this instance loads the request's KV.
+
     """
     if not receiving and not transfer_params(request).get("transfer_id"):
         return None
@@ -40,10 +59,10 @@ def mooncake_carrier(request: Any, receiving: bool) -> KVChecksumCarrier | None:
 
 
 def _payloads(field: msgspec.Raw, ok_reqs: Iterable[str]) -> dict[str, bytes]:
-    """The payloads in a response's field, by request id.
+    """Decode a response's field into payloads by request id.
 
-    What does not decode stands as `_DAMAGED`: one payload alone, or that of every
-    request if the field as a whole does not.
+    A payload that does not decode becomes `_DAMAGED`, and so does that of every
+    request in `ok_reqs` if the field as a whole does not decode.
     """
     data = bytes(field)
     if data in (b"", _NIL):
@@ -63,14 +82,19 @@ def _payload(one: msgspec.Raw) -> bytes:
 
 
 class MooncakeChecksums:
-    """Payloads on their way through a Mooncake worker."""
+    """Moves payloads through a Mooncake worker.
+
+    The receiver's loop queues them, the engine's thread takes them.
+    """
 
     def __init__(self) -> None:
         self._received: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
 
     @staticmethod
-    def add_sent(response: Any, sent: Iterable[tuple[str, Any]]) -> None:
-        """Add the payloads of requests whose KV was sent to a response, if any.
+    def add_sent(
+        response: MooncakeXferResponse, sent: Iterable[tuple[str, SendBlockMeta]]
+    ) -> None:
+        """Add to a response the payloads of requests whose KV was sent, if any.
 
         Args:
             response: the ``MooncakeXferResponse``.
@@ -90,17 +114,22 @@ class MooncakeChecksums:
     ) -> None:
         """Queue a response's payloads of awaited requests that it reports as sent.
 
-        Called on the receiver's loop in the same synchronous step that then marks
-        the loads finished, and before it: whoever sees a load finished finds its
-        payload in the queue.
+        Call this on the receiver's loop, in the synchronous step that then marks the
+        loads finished: once a load is seen finished, its payload is in the queue.
+
+        Args:
+            field: the response's field, which may be malformed.
+            ok_reqs: consumer request ids that the response reports as sent.
+            awaited: consumer request ids whose loads are in progress.
+
         """
         payloads = _payloads(field, ok_reqs)
         for req_id in ok_reqs:
             if req_id in payloads and req_id in awaited:
                 self._received.put((req_id, payloads[req_id]))
 
-    def finish(self, results: Any) -> None:
-        """Add what was received to `KVConnectorTransferResults` taken before."""
+    def finish(self, results: KVConnectorTransferResults) -> None:
+        """Add the received payloads to results, which must have been taken before."""
         while True:
             try:
                 req_id, payload = self._received.get_nowait()
@@ -110,6 +139,6 @@ class MooncakeChecksums:
                 results.kv_checksums[req_id] = payload
 
 
-def create_mooncake_checksums(vllm_config: Any) -> MooncakeChecksums | None:
-    """A Mooncake worker's payloads, or None if checksums are off."""
+def create_mooncake_checksums(vllm_config: VllmConfig) -> MooncakeChecksums | None:
+    """Create a Mooncake worker's `MooncakeChecksums`; None if checksums are off."""
     return MooncakeChecksums() if sums_blocks(vllm_config) else None

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Mooncake store: a block's checksum is eight more bytes of its value.
+"""Store block checksums in the Mooncake store: eight more bytes of every value.
 
-No key, round trip or copy is added: the entries of `KVChecksumWorker` are one more
-registered region, so a value ends with its block's entry. Such values have a key
-namespace of their own, so that instances with and without checksums never read
-each other's. Both sides of a connector decide alike, from the configuration,
-whether checksums are stored.
+No key, round trip or copy is added: the block checksums of `KVChecksumWorker` are one
+more registered region, so a value ends with the block checksum of its block. Such
+values have a key namespace of their own, so that instances with and without checksums
+never read each other's. Both sides of a connector decide alike, from the
+configuration, whether checksums are stored.
 """
+
+from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -20,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_checksum.naming import blocks_named, reques
 from vllm.distributed.kv_transfer.kv_checksum.payload import decode_map
 from vllm.distributed.kv_transfer.kv_checksum.stored import (
     BlockRun,
+    hash_of_block,
     hashes_of_blocks,
     why_not_summed,
 )
@@ -29,10 +32,27 @@ from vllm.distributed.kv_transfer.kv_checksum.support import (
 )
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from zmq.sugar.frame import Frame
+    from zmq.sugar.socket import Socket
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_checksum.worker.worker import KVChecksumWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import (
+        MooncakeStoreScheduler,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import (
+        MooncakeStoreWorker,
+    )
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
 logger = init_logger(__name__)
 
 NAMESPACE = "@kv_checksums2"
-"""Names the version of the checksum's definition: values of another are not found."""
+"""Part of the keys. It names the version of the checksum's definition, so that values
+of another version are not found."""
 
 REMOVE_MSG = b"remove_kv_checksum_failures"
 """Tag, on the lookup channel, of a request to remove blocks on every rank."""
@@ -40,8 +60,8 @@ REMOVE_MSG = b"remove_kv_checksum_failures"
 _OK, _ERROR = b"\x01", b"\x00"
 _OBJECT_NOT_FOUND, _LEASE_EXPIRED, _RPC_FAILED = -704, -707, -900
 
-# What a load's status does not tell: -600 is a value that is too long, -800 one that
-# is too short, or a transfer that failed.
+# Failures that say nothing about a value's size. Others may: -600 is a value that is
+# too long, -800 one that is too short or a transfer that failed.
 _NO_QUESTION_OF_SIZE = (_OBJECT_NOT_FOUND, _LEASE_EXPIRED, _RPC_FAILED)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -49,8 +69,10 @@ _Index = Annotated[int, msgspec.Meta(ge=0)]
 _decoder = msgspec.msgpack.Decoder(dict[_Index, list[bytes]])
 
 
-def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this instance stores no checksums, or None.
+def why_not_stored(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> str | None:
+    """Return why this instance stores no checksums, or None if it does.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -79,7 +101,7 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 class MooncakeStoreChecksums:
-    """Entries stored with a Mooncake store worker's values.
+    """Stores block checksums with a Mooncake store worker's values.
 
     Args:
         store_worker: the connector's worker, before its caches are registered.
@@ -87,25 +109,28 @@ class MooncakeStoreChecksums:
 
     """
 
-    def __init__(self, store_worker: Any, checksums: Any) -> None:
+    def __init__(
+        self, store_worker: MooncakeStoreWorker, checksums: KVChecksumWorker
+    ) -> None:
         self._worker, self._checksums = store_worker, checksums
         config = store_worker._kv_cache_config
         self._group_ids: Sequence[int] = config.prefix_cacheable_group_ids
-        self._entries = checksums.init_block_checksums(self._group_ids)
+        self._block_checksums = checksums.init_block_checksums(self._group_ids)
         first = store_worker.token_dbs[0].metadata
         metadata = replace(first, store_namespace=first.store_namespace + NAMESPACE)
         store_worker.token_dbs = store_worker._build_token_databases(metadata, None)
         store_worker._init_lookup_key_prefixes()
 
     def register(self) -> None:
-        """Add the entries as the last region of every value.
+        """Add the block checksums as the last region of every value.
 
         Raises:
             RuntimeError: the store does not take the memory.
 
         """
-        address, size = self._entries.data_ptr(), self._entries.element_size()
-        status = self._worker.store.register_buffer(address, self._entries.nbytes)
+        block_checksums = self._block_checksums
+        address, size = block_checksums.data_ptr(), block_checksums.element_size()
+        status = self._worker.store.register_buffer(address, block_checksums.nbytes)
         if status != 0:
             raise RuntimeError(
                 f"Mooncake register_buffer failed for KV checksums: {status}"
@@ -114,8 +139,8 @@ class MooncakeStoreChecksums:
             db.store_layout.kv_caches_base_addr.append(address)
             db.store_layout.block_len.append(size)
 
-    def save(self, requests: Sequence[Any]) -> None:
-        """Queue the entries of the blocks that a step's `ReqMeta` ask to store."""
+    def save(self, requests: Sequence[ReqMeta]) -> None:
+        """Fill in the block checksums of the blocks that a step's requests store."""
         runs = []
         for request in requests:
             if not request.can_save:
@@ -133,10 +158,18 @@ class MooncakeStoreChecksums:
         if runs:
             self._checksums.save_block_checksums(runs)
 
-    def remove(self, frames: Sequence[Any]) -> bytes:
-        """Answer a `REMOVE_MSG`: remove blocks' keys of every rank from the store.
+    def remove(self, frames: Sequence[Frame]) -> bytes:
+        """Handle a `REMOVE_MSG`: remove blocks' keys of every rank from the store.
 
-        Forced, because the load that failed still holds a lease on them.
+        The removal is forced, because the load that failed still holds a lease.
+
+        Args:
+            frames: the message; the second frame is msgpack of block hashes by index
+                of the store's group.
+
+        Returns:
+            The answer to send.
+
         """
         try:
             wanted = decode_map(_decoder, bytes(frames[1]))
@@ -148,7 +181,7 @@ class MooncakeStoreChecksums:
             ]
             failed = self._remove(keys)
         except Exception as error:
-            # Whatever it is, the channel must answer, or lookups hang.
+            # The channel must answer whatever went wrong, or lookups hang.
             logger.error("KV checksum failures were not removed: %s", error)
             return _ERROR
         if failed:
@@ -164,7 +197,12 @@ class MooncakeStoreChecksums:
         return _OK
 
     def _remove(self, keys: Sequence[str]) -> list[tuple[str, int]]:
-        """Remove keys, whoever holds a lease; those that are still there, and why."""
+        """Remove keys, whoever holds a lease.
+
+        Returns:
+            The keys that are still there, with the store's status.
+
+        """
         statuses = self._worker.store.batch_remove(keys, force=True)
         return [
             (key, status)
@@ -181,15 +219,15 @@ class MooncakeStoreChecksums:
     ) -> None:
         """Remove the values of a failed load that the store refuses for their size.
 
-        Such a value can never be loaded, and stands in the way of a good one. Every
-        other failure is one of the transport, and leaves the value where it is.
-        Called on a loading thread, before the failure is reported.
+        Such a value can never be loaded, and keeps a good one from being stored. Every
+        other failure is one of the transport, and leaves the value where it is. This
+        is called on a loading thread, before the failure is reported.
 
         Args:
             req_id: the request whose load failed.
-            keys: what was to be loaded, this rank's own.
-            sizes: per key, the sizes of its regions.
-            statuses: per key, what the store said; negative: not loaded.
+            keys: the keys that were to be loaded, this rank's own.
+            sizes: per key, the sizes of its regions in bytes.
+            statuses: per key, the store's status; negative: not loaded.
 
         """
         expected = {
@@ -204,7 +242,7 @@ class MooncakeStoreChecksums:
             malformed = _of_other_sizes(self._worker.store, expected)
             failed = self._remove(malformed) if malformed else []
         except Exception as error:
-            # What could not be asked stays; the load fails as it would have.
+            # Values that could not be checked stay; the load fails as it would have.
             logger.warning(
                 "Load of request %s: malformed values, if any, were not removed: %s",
                 request_name(req_id),
@@ -234,14 +272,20 @@ class MooncakeStoreChecksums:
 
 
 def _of_other_sizes(store: Any, expected: dict[str, int]) -> list[str]:
-    """The keys whose values the store holds in full, none of them of the right size."""
+    """Return the keys of which all complete replicas have another size than expected.
+
+    Args:
+        store: Mooncake's store client.
+        expected: bytes of a value, by key.
+
+    """
     replicas = store.batch_get_replica_desc(list(expected))
     found = {key: set(_sizes(store, key, replicas.get(key, ()))) for key in expected}
     return [key for key, sizes in found.items() if sizes and expected[key] not in sizes]
 
 
 def _sizes(store: Any, key: str, replicas: Iterable[Any]) -> Iterable[int]:
-    """Sizes of a value's complete replicas, as far as the store tells them."""
+    """Yield the sizes of a value's complete replicas, where the store tells them."""
     for replica in replicas:
         if replica.status.name != "COMPLETE":
             continue
@@ -254,14 +298,17 @@ def _sizes(store: Any, key: str, replicas: Iterable[Any]) -> Iterable[int]:
 
 
 def create_mooncake_store_checksums(
-    store_worker: Any, checksums: Any, reason: str | None
+    store_worker: MooncakeStoreWorker, checksums: KVChecksumWorker, reason: str | None
 ) -> MooncakeStoreChecksums | None:
-    """What a store worker does about checksums, or None, with the reason logged.
+    """Create the store worker's checksum handler.
+
+    Log the reason and return None if it cannot have one; log nothing for a worker that
+    only lends capacity to the store.
 
     Args:
         store_worker: the connector's worker side on this rank.
         checksums: this rank's `KVChecksumWorker`.
-        reason: what `why_not_stored` says.
+        reason: the result of `why_not_stored`.
 
     """
     if store_worker._capacity_only:
@@ -280,15 +327,16 @@ def create_mooncake_store_checksums(
 
 
 def remove_failures(
-    store_scheduler: Any, request: Any, bad: dict[int, list[int]]
+    store_scheduler: MooncakeStoreScheduler, request: Request, bad: dict[int, list[int]]
 ) -> None:
     """Ask the worker of rank 0 to remove blocks, without waiting for it.
 
-    The lookup channel's one thread sends it, so later lookups find them gone.
+    The lookup channel's one thread sends the message, so later lookups do not find the
+    blocks any more.
 
     Args:
         store_scheduler: the connector's scheduler side.
-        request: whose blocks they are, by its hashes.
+        request: the request by whose hashes the blocks were loaded.
         bad: per KV cache group id, positions of blocks in the request.
 
     """
@@ -299,14 +347,14 @@ def remove_failures(
         size = groups[group_id].kv_cache_spec.block_size
         scale = size // store_scheduler._hash_block_size
         hashes = request.block_hashes
-        wanted[index] = [hashes[(p + 1) * scale - 1] for p in positions]
+        wanted[index] = [hash_of_block(hashes, scale, p) for p in positions]
     which = f"request {request_name(request.request_id)}, {blocks_named(bad)}"
     client = store_scheduler.client
     message = _encoder.encode(wanted)
     client.executor.submit(_send_remove, client.socket, message, which)
 
 
-def _send_remove(socket: Any, message: bytes, which: str) -> None:
+def _send_remove(socket: Socket, message: bytes, which: str) -> None:
     reason = "see rank 0's log"
     try:
         socket.send_multipart((REMOVE_MSG, message))

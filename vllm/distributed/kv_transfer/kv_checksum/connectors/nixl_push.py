@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NIXL push: a payload rides the completion notif of every WRITE of its request.
+"""Carry payloads over NIXL push, in the completion notif of every WRITE of a request.
 
-Negotiated, not versioned. A consumer's registration says which form of the notif it
-wants (`ask`); only then does the producer send that form. So a consumer that knows
-nothing of it, knows another form of it, or has checksums off, gets the notif it
-expects, and a producer that knows nothing of it ignores the question.
+The form of the notif is negotiated, not versioned. A consumer's registration says which
+form it wants (`ask`); only then does the producer send that form. So a consumer that
+does not know the long form, knows another one, or has checksums off, gets the notif
+that it expects, and a producer that does not know the question ignores it.
 
 Long form: `_PREFIX`, the plain form with its length and CRC-32 before it, the CRC-32
-of the payload, the payload as base64. The plain form is UTF-8 text, in which 0xff never
-stands. Some NIXL back ends cut notifs, or end them at a zero byte: a WRITE counts as
-complete wherever the plain part came through, whatever became of the payload.
+of the payload, the payload as base64. The plain form is UTF-8 text, which never
+contains 0xff. Some NIXL back ends cut notifs, or end them at a zero byte: a WRITE
+counts as complete if the plain part came through, whether or not the payload did.
 """
+
+from __future__ import annotations
 
 import binascii
 from collections.abc import Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import pybase64 as base64
@@ -24,18 +26,26 @@ import regex as re
 from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults,
+    )
+
 logger = init_logger(__name__)
 
 _ASKED = "kv_checksums"
 _FORM = 2
-"""What a registration asks for. True was the form before: msgpack, without CRCs."""
+"""The form that a registration asks for. The form before it, msgpack without CRCs, was
+asked for by True."""
 
-# Two bytes that UTF-8 lacks, so that damage to one is told from the plain form.
+# 0xff never occurs in UTF-8. There are two, so that damage to one of them does not make
+# a long form look like a plain one.
 _NO_TEXT = b"\xff"
 _PREFIX = _NO_TEXT * 2 + b"kv_checksums:"
 
-# Behind the prefix: length and CRC-32 of the plain part; behind that part: the
-# payload's CRC-32.
+# The prefix is followed by the length and CRC-32 of the plain part, the plain part by
+# the CRC-32 of the payload.
 _PLAIN_HEADER = re.compile(rb"([0-9]{1,6}):([0-9a-f]{8}):")
 _PAYLOAD_HEADER = re.compile(rb":([0-9a-f]{8}):")
 _PLAIN = re.compile(rb"(.*):0*[1-9][0-9]{0,8}", re.DOTALL)
@@ -45,7 +55,7 @@ DAMAGED = b""
 
 
 def ask(registration: dict[str, Any]) -> None:
-    """Say in a consumer's registration that it wants checksums."""
+    """Ask for checksums in a consumer's registration, which is changed in place."""
     registration[_ASKED] = _FORM
 
 
@@ -54,7 +64,7 @@ def _crc(data: bytes) -> bytes:
 
 
 def add_payload(plain: bytes, payload: bytes) -> bytes:
-    """The long form of a plain completion notif."""
+    """Build the long form of a plain completion notif."""
     return b"%b%d:%b:%b:%b:%b" % (
         _PREFIX,
         len(plain),
@@ -66,18 +76,18 @@ def add_payload(plain: bytes, payload: bytes) -> bytes:
 
 
 def may_be_long(notif: bytes) -> bool:
-    """Whether `notif` is what came of a long form. No plain form is."""
+    """Tell whether `notif` was sent in the long form, whatever became of it."""
     return not notif or _NO_TEXT in notif[:2]
 
 
 def split_payload(notif: bytes) -> tuple[bytes, bytes]:
-    """The plain form in a long one, and the payload or `DAMAGED`.
+    """Split a long form into the plain form and the payload, or `DAMAGED`.
 
     Raises:
         ValueError: the plain form did not come through.
 
     """
-    # Without a look at the prefix: the CRC tells more than it could.
+    # The prefix is not compared, because the CRC tells more.
     header = _PLAIN_HEADER.match(notif, len(_PREFIX))
     if header is None:
         raise ValueError("it is cut, or its beginning is damaged")
@@ -97,11 +107,11 @@ def split_payload(notif: bytes) -> tuple[bytes, bytes]:
 
 
 class NixlPushChecksums:
-    """Payloads on their way through a push worker.
+    """Moves payloads through a push worker.
 
-    Single dictionary operations and one flag are all that two threads share: the
-    engine's thread adds and drops payloads and reads completion notifs, the writer
-    thread takes payloads along and sends registrations.
+    Two threads share single dictionary operations and one flag: the engine's thread
+    adds and drops payloads and reads completion notifs, the writer thread sends
+    payloads and registrations.
     """
 
     def __init__(self) -> None:
@@ -112,33 +122,36 @@ class NixlPushChecksums:
     # ---- producer
 
     def hold(self, payloads: dict[str, bytes]) -> None:
-        """Payloads of requests that finished, before their blocks are handed over."""
+        """Keep payloads of finished requests, before their blocks are handed over."""
         self._outgoing.update(payloads)
 
     def negotiate(self, req_id: str, registration: dict[str, Any]) -> None:
-        """The request's consumer registered: drop the payload if it wants none."""
+        """Drop a request's payload if its consumer registered without asking for it."""
         form = registration.get(_ASKED)
         if type(form) is not int or form != _FORM:
             self._outgoing.pop(req_id, None)
 
     def completion_notif(self, req_id: str, plain: bytes) -> bytes:
-        """The completion notif of one WRITE of the request, its payload added."""
+        """Return the notif of one completed WRITE, with the payload if there is any."""
         payload = self._outgoing.get(req_id)
         return plain if payload is None else add_payload(plain, payload)
 
     # ---- consumer
 
     def registration(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """A registration as it is sent: it asks for nothing that does not arrive."""
+        """Return a registration as it is sent.
+
+        It asks for no checksums once a long form did not come through.
+        """
         if not self._plain_only:
             return wanted
         return {key: value for key, value in wanted.items() if key != _ASKED}
 
     def take(self, notif: bytes, awaited: Container[str]) -> bytes:
-        """A completion notif in its plain form; empty if that did not come through.
+        """Return a completion notif in its plain form; empty if that was lost.
 
         The first payload of a request in `awaited` is kept until the next `finish`,
-        and `DAMAGED` where no copy of it came through.
+        or `DAMAGED` if no copy of it came through.
         """
         if not may_be_long(notif):
             return notif
@@ -167,18 +180,17 @@ class NixlPushChecksums:
 
     # ---- both
 
-    def finish(self, results: Any) -> None:
-        """End a step: add received payloads to its `KVConnectorTransferResults`.
+    def finish(self, results: KVConnectorTransferResults) -> None:
+        """Add the received payloads to a step's results, and drop those of ended sends.
 
-        Payloads of sends that ended are dropped. One whose lease ran out is among
-        them: its blocks may be overwritten, so a WRITE that still goes out carries
-        no checksums.
+        A send whose lease ran out has ended too: its blocks may be overwritten, so a
+        WRITE that still goes out carries no checksums.
         """
         for req_id in results.finished_sending:
             self._outgoing.pop(req_id, None)
         results.kv_checksums, self._received = self._received, {}
 
 
-def create_nixl_push_checksums(vllm_config: Any) -> NixlPushChecksums | None:
-    """A push worker's payloads, or None if checksums are off."""
+def create_nixl_push_checksums(vllm_config: VllmConfig) -> NixlPushChecksums | None:
+    """Create a push worker's `NixlPushChecksums`; None if checksums are off."""
     return NixlPushChecksums() if sums_blocks(vllm_config) else None

@@ -1,28 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's own host-memory offload: a checksum is one more 8-byte region per block.
+"""Store block checksums with vLLM's own offload to host memory: 8 bytes per block.
 
-The manager knows blocks by id and hash alone, so its scheduler side notes, where it
-picks a block to store, the position and the hash that the worker needs.
+They are one more region of the cache to copy. The manager knows blocks by id and hash
+alone, so the scheduler side notes, where the manager picks a block to store, the
+position and the hash that the worker needs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun, why_not_summed
+from vllm.distributed.kv_transfer.kv_checksum.stored import (
+    BlockRun,
+    hash_of_block,
+    why_not_summed,
+)
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     why_off,
     why_whole_blocks_differ,
 )
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_checksum.worker.worker import KVChecksumWorker
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+    from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+
 logger = init_logger(__name__)
 
 
-def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this instance stores no checksums, or None.
+def why_not_stored(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> str | None:
+    """Return why this instance stores no checksums, or None if it does.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -50,18 +67,18 @@ def why_not_stored(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 class StoredRuns:
-    """The blocks picked for storing since the last step, in the scheduler."""
+    """Collects in the scheduler the blocks that were picked for storing in a step."""
 
     def __init__(self) -> None:
         self._runs: list[BlockRun] = []
 
-    def add(self, group_id: int, position: int, block: Any) -> None:
-        """Note a block, next to the one noted before if it follows that.
+    def add(self, group_id: int, position: int, block: KVCacheBlock) -> None:
+        """Add a block; join it to the run of the block before if it follows that.
 
         Args:
-            group_id: its KV cache group.
-            position: its position in the request.
-            block: the `KVCacheBlock`, which has a hash.
+            group_id: the block's KV cache group.
+            position: the block's position in the request.
+            block: the block, which has a hash.
 
         """
         from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -78,26 +95,30 @@ class StoredRuns:
         last.block_hashes.append(get_block_hash(block.block_hash))  # type: ignore[attr-defined]
 
     def take(self) -> list[BlockRun]:
-        """What was noted; starts anew."""
+        """Return the blocks that were added, and start anew."""
         runs, self._runs = self._runs, []
         return runs
 
 
-def create_stored_runs(vllm_config: Any, kv_cache_config: Any) -> StoredRuns | None:
-    """Where a manager notes what it stores, or None if no checksums are stored."""
+def create_stored_runs(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
+) -> StoredRuns | None:
+    """Create the `StoredRuns` of a manager, or None if no checksums are stored."""
     if why_not_stored(vllm_config, kv_cache_config) is not None:
         return None
     return StoredRuns()
 
 
 def drop_blocks(
-    manager: Any, block_hashes: Sequence[bytes], bad: dict[int, list[int]]
+    manager: SimpleCPUOffloadScheduler,
+    block_hashes: Sequence[bytes],
+    bad: dict[int, list[int]],
 ) -> None:
-    """Forget host blocks, so that none of them is found again.
+    """Evict host blocks, so that none of them is found again.
 
     Args:
-        manager: the `SimpleCPUOffloadScheduler`.
-        block_hashes: the request's hashes.
+        manager: the scheduler side of the connector.
+        block_hashes: the request's hashes, one per hash block.
         bad: per KV cache group id, positions of blocks in the request.
 
     """
@@ -107,7 +128,7 @@ def drop_blocks(
     for group_id, positions in bad.items():
         scale = manager.group_block_sizes[group_id] // manager.hash_block_size
         for position in positions:
-            block_hash = block_hashes[(position + 1) * scale - 1]
+            block_hash = hash_of_block(block_hashes, scale, position)
             key = make_block_hash_with_group_id(block_hash, group_id)
             block = pool.cached_block_hash_to_block.get_one_block(key)
             if block is not None:
@@ -115,31 +136,34 @@ def drop_blocks(
 
 
 class BlockRegion:
-    """The entries on a worker, seen as one more region of its cache."""
+    """Presents the block checksums on a worker as one more region of its cache."""
 
-    def __init__(self, checksums: Any, group_ids: Sequence[int]) -> None:
+    def __init__(self, checksums: KVChecksumWorker, group_ids: Sequence[int]) -> None:
         self._checksums = checksums
-        self._entries: torch.Tensor = checksums.init_block_checksums(group_ids)
+        self._block_checksums = checksums.init_block_checksums(group_ids)
 
     def region(self) -> torch.Tensor:
-        """The entries as int8, shape ``(num_blocks, 8)``."""
-        return self._entries.view(torch.int8).view(len(self._entries), -1)
+        """Return the block checksums as int8, shape ``(num_blocks, 8)``, a view."""
+        bytes_ = self._block_checksums.view(torch.int8)
+        return bytes_.view(len(self._block_checksums), -1)
 
-    def save(self, metadata: Any) -> None:
-        """Queue the entries of the blocks that this step stores."""
+    def save(self, metadata: SimpleCPUOffloadMetadata | None) -> None:
+        """Fill in the block checksums of the blocks that this step stores."""
         if metadata is not None and metadata.kv_checksum_runs:
             self._checksums.save_block_checksums(metadata.kv_checksum_runs)
 
 
 def create_block_region(
-    checksums: Any, kv_cache_config: Any, reason: str | None
+    checksums: KVChecksumWorker, kv_cache_config: KVCacheConfig, reason: str | None
 ) -> BlockRegion | None:
-    """What a worker does about checksums, or None, with the reason logged.
+    """Create the worker's region of block checksums.
+
+    Log the reason and return None if it cannot have one.
 
     Args:
         checksums: this rank's `KVChecksumWorker`.
         kv_cache_config: the KV cache groups.
-        reason: what `why_not_stored` says.
+        reason: the result of `why_not_stored`.
 
     """
     group_ids = kv_cache_config.prefix_cacheable_group_ids

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A connector that damages chosen loads, to try alarms before they count."""
+"""Damage chosen loads on purpose, to try alarms before they are needed."""
 
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill.connector import (
     KVChecksumFaultDrill,

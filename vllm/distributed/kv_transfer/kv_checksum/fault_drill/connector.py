@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A connector that damages chosen loads, to try alarms before they count.
+"""Wrap a connector and damage chosen loads, to try alarms before they are needed.
 
-Never for production. It is the connector that it wraps, except that loads which
-a fault is set for are damaged after they finished and before they are checked. Its
-`kv_connector` is "KVChecksumFaultDrill", its `kv_connector_module_path` this module,
-and its `kv_connector_extra_config`::
+This is never for production. The drill behaves as the connector that it wraps, except
+that loads for which a fault is set are damaged after they finished and before they are
+checked. Its `kv_connector` is "KVChecksumFaultDrill", its `kv_connector_module_path`
+this module, and its `kv_connector_extra_config`::
 
     {
         "kv_checksum_fault_drill": {
@@ -19,20 +19,22 @@ and its `kv_connector_extra_config`::
         }
     }
 
-`connector` names the wrapped connector (`connector_module_path` where it stands in
-no registry). `faults` maps prefixes of the client's request id (``X-Request-Id``;
-the first that fits counts, "" fits all) to a kind of damage (`damage` has
-them all) or to a `Fault`'s settings. Two things differ from the wrapped connector:
-its transfer statistics are not collected, and vLLM does not recognize it by name
-(NIXL with Mamba layers on CPU: set ``VLLM_SSM_CONV_STATE_LAYOUT=DS`` yourself).
+`connector` names the wrapped connector (with `connector_module_path` if it is in no
+registry). `faults` maps prefixes of the client's request id (``X-Request-Id``; the
+first that fits counts, "" fits all) to a kind of damage (listed in `damage`) or to the
+settings of a `Fault`. Two things differ from the wrapped connector: its transfer
+statistics are collected but not reported, and vLLM does not recognize it by name (NIXL
+with Mamba layers on CPU: set ``VLLM_SSM_CONV_STATE_LAYOUT=DS`` yourself).
 """
+
+from __future__ import annotations
 
 import binascii
 import functools
 import importlib
 import random
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pybase64 as base64
 import torch
@@ -63,6 +65,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorTransferResults,
+    )
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
 logger = init_logger(__name__)
 
 _OPTION = "kv_checksum_fault_drill"
@@ -71,14 +84,14 @@ _SAYS = "KV CHECKSUM FAULT DRILL"
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to the loads of one prefix.
+    """The damage to the loads of one prefix.
 
     Attributes:
         kind: a kind of `damage.KINDS` or `PAYLOAD_KINDS`.
         probability: share of the loads that are damaged.
         group: the KV cache group that is damaged; None: the first one loaded.
-        blocks: how many blocks, for kinds that damage single blocks.
-        skip: how many of the loaded blocks, from the first, are left alone.
+        blocks: number of blocks, for kinds that damage single blocks.
+        skip: number of the first loaded blocks that are left intact.
         tp_rank: the one TP rank that damages its part; None: all of them.
 
     """
@@ -93,10 +106,14 @@ class Fault:
 
 @dataclass
 class _Order:
-    """A load to damage: travels from the scheduler to the workers.
+    """An order to damage a load, sent from the scheduler to the workers.
 
-    `groups` holds the position of the first block and the ids of all, `others` the
-    ids of the previous load's blocks, both per KV cache group id.
+    Attributes:
+        fault: the damage.
+        num_tokens: tokens of the request that the load covers.
+        groups: per KV cache group id, the position of the first block and all ids.
+        others: per KV cache group id, the ids of the previous load's blocks.
+
     """
 
     fault: Fault
@@ -106,7 +123,7 @@ class _Order:
 
 
 def drill_options(extra_config: dict[str, Any]) -> dict[str, Any]:
-    """The drill's options, checked.
+    """Return the drill's options, checked.
 
     Raises:
         ValueError: no opt-in, or no connector to wrap.
@@ -128,7 +145,7 @@ def drill_options(extra_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def drill_faults(options: dict[str, Any]) -> dict[str, Fault]:
-    """The configured faults by request id prefix.
+    """Parse the configured faults, by request id prefix.
 
     Raises:
         ValueError: a fault or a setting that does not exist, or a bad value.
@@ -159,11 +176,11 @@ def drill_faults(options: dict[str, Any]) -> dict[str, Fault]:
     return faults
 
 
-def wrapped_connector(extra_config: dict[str, Any]) -> Any:
-    """The class of the connector that the drill wraps.
+def wrapped_connector(extra_config: dict[str, Any]) -> type[KVConnectorBase_V1]:
+    """Return the class of the connector that the drill wraps.
 
     Raises:
-        ValueError: as `drill_options`, or the drill cannot wrap it.
+        ValueError: in the cases of `drill_options`, or the drill cannot wrap it.
 
     """
     options = drill_options(extra_config)
@@ -181,24 +198,35 @@ def wrapped_connector(extra_config: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _drilled(real: Any) -> type["KVChecksumFaultDrill"]:
-    """`real` with the drill's methods before its own."""
+def _drilled(real: type) -> type[KVChecksumFaultDrill]:
+    """Create a class of `real` with the drill's methods before its own."""
     return type(
         f"KVChecksumFaultDrill_{real.__name__}", (KVChecksumFaultDrill, real), {}
     )
 
 
 class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
-    """See the module's docstring. An instance's class also derives from the
-    wrapped connector's, which does whatever is not defined here."""
+    """Damages chosen loads of the connector that it wraps; see the module's docstring.
+
+    An instance's class also derives from the wrapped connector's class, which does
+    everything that is not defined here.
+    """
 
     def __new__(
-        cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any
-    ) -> "KVChecksumFaultDrill":
+        cls,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> KVChecksumFaultDrill:
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        return object.__new__(_drilled(wrapped_connector(extra_config)))
+        return object.__new__(_drilled(wrapped_connector(extra_config)))  # type: ignore[arg-type]
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ):
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         options = drill_options(extra_config)
         self._faults = drill_faults(options)
@@ -209,25 +237,27 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         # Worker: orders of loads in progress, layers by KV cache group.
         self._orders: dict[str, _Order] = {}
         self._layers: dict[int, list[LayerCache]] = {}
-        # Each side of the carrier that brings payloads: the one before.
+        # On the side that takes payloads: the payload before the present one.
         self._last_payload: bytes | None = None
         super().__init__(vllm_config, role, kv_cache_config)
         logger.warning("%s is on for %s: %s", _SAYS, options["connector"], self._faults)
 
     @classmethod
-    def kv_checksum_wrapped_class(cls, vllm_config: Any) -> Any:
-        """The connector that does what is not defined here."""
+    def kv_checksum_wrapped_class(
+        cls, vllm_config: VllmConfig
+    ) -> type[KVConnectorBase_V1]:
+        """Return the class that does everything that is not defined here."""
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         return wrapped_connector(extra_config)
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         real = wrapped_connector(extra_config)
         return real.get_required_kvcache_layout(vllm_config)
 
     @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         real = wrapped_connector(kv_transfer_config.kv_connector_extra_config)
         return real.supports_sleep_mode(kv_transfer_config)
 
@@ -237,9 +267,12 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         return real.requires_piecewise_for_cudagraph(extra_config)
 
     def get_kv_connector_stats(self) -> None:
-        """None: vLLM rebuilds statistics by the connector's class, without its
-        configuration, and so cannot know what is wrapped here. They are taken all
-        the same, for the wrapped connector keeps them until then."""
+        """Discard the wrapped connector's statistics.
+
+        vLLM rebuilds statistics by the connector's class, without its configuration,
+        and so cannot know which connector is wrapped here. They are collected all the
+        same, because the wrapped connector keeps them until then.
+        """
         super().get_kv_connector_stats()
 
     # ---- scheduler side
@@ -252,13 +285,13 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._num_local[request.request_id] = num_computed_tokens
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         first = self._num_local.pop(request.request_id, 0)
@@ -286,26 +319,28 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             self._damage_text(request.request_id, fault, params, text)
 
     def _damage_text(
-        self, req_id: str, fault: Fault | None, params: dict[str, Any], text: Any
+        self, req_id: str, fault: Fault | None, params: dict[str, Any], text: object
     ) -> None:
         try:
             payload = base64.b64decode(text, validate=True)
         except (TypeError, ValueError, binascii.Error):
-            return  # no payload of ours: what arrived is left as it is
+            return  # This is no payload of ours, and is left as it is.
         damaged = self._damaged(req_id, fault, payload)
         if damaged is None:
             del params[KV_TRANSFER_PARAMS_KEY]
         else:
             params[KV_TRANSFER_PARAMS_KEY] = base64.b64encode(damaged).decode("ascii")
 
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         if self._new_orders:
             meta.kv_checksum_fault_drill, self._new_orders = self._new_orders, {}
         return meta
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._num_local.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
@@ -316,7 +351,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         formats = layer_formats(self._vllm_config, kv_caches)
         num_blocks = self._kv_cache_config.num_blocks
         for group_id in self._kv_cache_config.transfer_group_ids:
-            # A cache shared by several layers stands here once.
+            # A cache that several layers share is listed once.
             layers = {
                 kv_caches[name].data_ptr(): LayerCache(
                     kv_caches[name],
@@ -330,11 +365,13 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             self._layers[group_id] = list(layers.values())
         super().register_kv_caches(kv_caches)
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._orders.update(getattr(connector_metadata, "kv_checksum_fault_drill", {}))
         super().bind_connector_metadata(connector_metadata)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+    def get_transfer_results(
+        self, finished_req_ids: set[str]
+    ) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         payloads = getattr(results, "kv_checksums", None) or {}
         for req_id, payload in list(payloads.items()):
@@ -394,7 +431,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
     def _damaged(
         self, req_id: str, fault: Fault | None, payload: bytes
     ) -> bytes | None:
-        """What is handed on instead of `payload`; None for nothing."""
+        """Return the bytes to hand on instead of `payload`; None for no payload."""
         other, self._last_payload = self._last_payload, payload
         if fault is None or fault.kind not in PAYLOAD_KINDS:
             return payload

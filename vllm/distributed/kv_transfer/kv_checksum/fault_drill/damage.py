@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Damage as transfers do it, for the fault drill and for tests: pure functions.
+"""Damage loads as faulty transfers do, for the fault drill and for tests.
 
-Each kind was reported publicly of some engine, connector or driver. `inflict`
-damages the loaded blocks of one KV cache group on one worker; `damage_payload`
-what came with them. A kind that cannot be done to a load (one block cannot be
-exchanged with itself) raises `NotApplicable`, so that no drill passes for having
-done nothing.
+Each kind of damage was publicly reported for some engine, connector or driver.
+`inflict` damages the loaded blocks of one KV cache group on one worker;
+`damage_payload` damages the payload that came with them. A kind that cannot be done to
+a load (one block cannot be exchanged with itself) raises `NotApplicable`, so that no
+drill seems to pass because it did nothing.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NotApplicable(ValueError):
-    """This damage cannot be done to this load; the message says why."""
+    """Raised if damage cannot be done to a load; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,11 @@ class LayerCache:
 
     Attributes:
         cache: ``[B, H, N, C]``, any dtype and strides with dense content.
-        num_blocks: blocks in it; ``B`` counts kernel blocks.
-        transposed_keys: as `formats.TokenOrder.CPU_VECTORS` says.
-        tiles: as `formats.TokenOrder.CPU_TILES`; damage to tokens cannot be done.
+        num_blocks: blocks in the cache; ``B`` counts kernel blocks.
+        transposed_keys: whether the cache is kept in the order
+            `formats.TokenOrder.CPU_VECTORS`.
+        tiles: whether it is kept in the order `formats.TokenOrder.CPU_TILES`; then
+            single tokens cannot be damaged.
 
     """
 
@@ -41,7 +43,7 @@ class LayerCache:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """Bytes ``(num_blocks, kernel blocks, H, N, bytes)``, a view."""
+        """View the cache as bytes ``(num_blocks, kernel blocks, H, N, bytes)``."""
         return self.cache.view(torch.uint8).unflatten(0, (self.num_blocks, -1))
 
     @property
@@ -49,9 +51,13 @@ class LayerCache:
         return self.blocks.shape[1] * self.blocks.shape[3]
 
     def cells(self, block: int) -> list[torch.Tensor]:
-        """Keys and values ``(kernel blocks, H, N, elements)`` of a block, as views.
+        """View a block's keys and values, ``(kernel blocks, H, N, elements)`` each.
 
-        One view instead of two where a token has an odd number of elements.
+        There is one view instead of two if a token has an odd number of elements.
+
+        Raises:
+            NotApplicable: the tokens are in tiles.
+
         """
         if self.tiles:
             raise NotApplicable("CPU attention keeps these tokens in tiles (AMX)")
@@ -67,22 +73,22 @@ class LayerCache:
         return [keys, values.view(ratio, heads, tokens, content // 2)]
 
     def token(self, block: int, slot: int) -> list[torch.Tensor]:
-        """A token's cells ``(H, elements)``, as views."""
+        """View a token's keys and values, ``(H, elements)`` each, as `cells` does."""
         tokens = self.blocks.shape[3]
         return [c[slot // tokens, :, slot % tokens] for c in self.cells(block)]
 
 
 @dataclass(frozen=True)
 class LoadedBlocks:
-    """What a worker holds of one load in one KV cache group.
+    """The blocks of one load in one KV cache group that a worker holds.
 
     Attributes:
-        layers: the group's layers here, in order; a cache stands in it once.
+        layers: the group's layers here, in order; a shared cache is listed once.
         block_ids: the loaded blocks, in request order.
         start: position in the request of the first of them.
         num_tokens: tokens of the request that the load covers.
-        others: blocks of another request, for what leaves or brings stale bytes.
-        hits: how many blocks, from the first, a fault in single blocks damages.
+        others: blocks of another request, the source of stale bytes.
+        hits: number of the first blocks that a fault in single blocks damages.
 
     """
 
@@ -94,7 +100,7 @@ class LoadedBlocks:
     hits: int = 1
 
     def valid(self, at: int) -> int:
-        """Tokens of the load in its block number `at`."""
+        """Return the number of the load's tokens in its block number `at`."""
         size = self.layers[0].tokens_per_block
         return max(0, min(size, self.num_tokens - (self.start + at) * size))
 
@@ -127,8 +133,10 @@ def _exchange(left: torch.Tensor, right: torch.Tensor) -> None:
 
 
 def _xor(offset: int, mask: int) -> Damage:
-    """Flip bits of one byte of each hit block; a negative `offset` counts from
-    the end of its first element."""
+    """Flip bits of one byte of each hit block.
+
+    A negative `offset` counts from the end of the block's first element.
+    """
 
     def damage(load: LoadedBlocks) -> None:
         for layer in load.layers:
@@ -140,7 +148,7 @@ def _xor(offset: int, mask: int) -> Damage:
 
 
 def _zero(num_bytes: int) -> Damage:
-    """Zero so many bytes of each hit block, in its order of heads and tokens."""
+    """Zero the first bytes of each hit block, in its order of heads and tokens."""
 
     def damage(load: LoadedBlocks) -> None:
         for layer in load.layers:
@@ -223,7 +231,7 @@ def _swap_tokens(load: LoadedBlocks) -> None:
 
 
 def _token_off_by_one(load: LoadedBlocks) -> None:
-    """The first token stands in the second's slot."""
+    """Copy the first token to the second's slot."""
     _need_tokens(load, 0, 2)
     for layer in load.layers:
         for first, second in zip(
@@ -235,7 +243,7 @@ def _token_off_by_one(load: LoadedBlocks) -> None:
 
 
 def _last_token_missing(load: LoadedBlocks) -> None:
-    """The last token's slot holds what was there before."""
+    """Fill the last token's slot with stale bytes."""
     last = len(load.block_ids) - 1
     _need_tokens(load, last, 1)
     slot = load.valid(last) - 1
@@ -299,8 +307,8 @@ class Kind:
     """One kind of damage.
 
     Attributes:
-        damage: what it does.
-        one_layer: whether it hits the group's first layer here, or all.
+        damage: the function that damages a load.
+        one_layer: whether it damages only the group's first layer here, or all.
 
     """
 
@@ -311,7 +319,7 @@ class Kind:
 _SIGNS = 0x8000_8000_8000_8000
 
 KINDS: dict[str, Kind] = {
-    # The top bits of a float: damage that shows in the answer.
+    # A top bit of a float, so that the damage shows in the answer.
     "bit_flip": Kind(_xor(-1, 0x40), True),
     "byte": Kind(_xor(0, 0xFF), True),
     "zero_64_bytes": Kind(_zero(64), True),
@@ -335,7 +343,7 @@ KINDS: dict[str, Kind] = {
     "roll_layers": Kind(_roll_layers),
     "swap_kv": Kind(_swap_kv),
 }
-"""What can be done to loaded KV."""
+"""The kinds of damage to loaded KV."""
 
 PAYLOAD_KINDS = (
     "lost_payload",
@@ -343,14 +351,14 @@ PAYLOAD_KINDS = (
     "other_request_payload",
     "cut_payload",
 )
-"""What can be done to the payload that came with a load."""
+"""The kinds of damage to the payload that came with a load."""
 
 
 def inflict(kind: str, load: LoadedBlocks) -> None:
     """Damage `load` in place.
 
     Raises:
-        NotApplicable: this load cannot be damaged so; nothing was changed.
+        NotApplicable: this load cannot be damaged in this way; nothing was changed.
 
     """
     chosen = KINDS[kind]
@@ -365,7 +373,7 @@ def inflict(kind: str, load: LoadedBlocks) -> None:
 
 
 def damage_payload(kind: str, payload: bytes, other: bytes | None) -> bytes | None:
-    """What arrives instead of `payload`; None for nothing.
+    """Return the bytes that arrive instead of `payload`; None for no payload.
 
     Args:
         kind: one of `PAYLOAD_KINDS`.
@@ -374,6 +382,7 @@ def damage_payload(kind: str, payload: bytes, other: bytes | None) -> bytes | No
 
     Raises:
         NotApplicable: there was no other request.
+        ValueError: `kind` is not known.
 
     """
     if kind == "lost_payload":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The scheduler's part: which blocks are summed, what is compared, what follows."""
+"""Ask for sums, compare them, and handle the consequences: the scheduler's part."""
 
 from vllm.distributed.kv_transfer.kv_checksum.payload import KV_TRANSFER_PARAMS_KEY
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which blocks of a request a connector transfers, and so which are summed."""
+"""Find the blocks of a request that a connector transfers: those are summed."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +20,18 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
+    iter_layer_specs,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _NULL_BLOCK = 0
 
 _WINDOWED_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Specs whose requests give up blocks that they have passed."""
+"""Specs whose requests give up blocks that have left their window."""
 
 
 @dataclass
@@ -31,7 +39,7 @@ class TransferredBlocks:
     """The blocks of one request that a transfer covers.
 
     Attributes:
-        blocks: what workers sum.
+        blocks: the blocks that workers sum.
         left_out: groups whose blocks do not follow one another.
         empty: groups of which the transfer brings nothing.
 
@@ -43,9 +51,9 @@ class TransferredBlocks:
 
 
 def sent_blocks(
-    kv_cache_config: Any, rows: Sequence[Sequence[int]], num_tokens: int
+    kv_cache_config: KVCacheConfig, rows: Sequence[Sequence[int]], num_tokens: int
 ) -> TransferredBlocks:
-    """Find what a producer transfers of tokens ``[0, num_tokens)``, per group.
+    """Find the blocks that a producer transfers of tokens ``[0, num_tokens)``.
 
     Leading null blocks are left out, and windows are clipped.
 
@@ -76,9 +84,9 @@ def sent_blocks(
 
 
 def loaded_blocks(
-    kv_cache_config: Any, blocks: Any, num_tokens: int
+    kv_cache_config: KVCacheConfig, blocks: KVCacheBlocks, num_tokens: int
 ) -> TransferredBlocks:
-    """Find what a consumer loads of a request up to `num_tokens`, per group.
+    """Find the blocks that a consumer loads of a request up to `num_tokens`.
 
     A block that has a hash was found in the local prefix cache; a connector loads
     those that have none and are not null. So every group begins at its own first
@@ -111,45 +119,46 @@ def loaded_blocks(
     return found
 
 
-def _unhashed_ids(row: Sequence[Any]) -> list[int]:
-    """The ids of a row's blocks that are neither null nor hashed."""
+def _unhashed_ids(row: Sequence[KVCacheBlock]) -> list[int]:
+    """Return the ids of a row's blocks that are neither null nor hashed."""
     return [b.block_id for b in row if b.block_hash is None and not b.is_null]
 
 
-def _first_unhashed(row: Sequence[Any]) -> int | None:
-    """Where in a row the blocks begin that are neither null nor hashed.
+def _first_unhashed(row: Sequence[KVCacheBlock]) -> int | None:
+    """Return where in a row the blocks begin that are neither null nor hashed.
 
-    None unless all of them follow one another and end the row.
+    Return None unless all of them follow one another and end the row.
     """
-    # As quick as it gets: the property takes four times as long.
+    # The attribute, because the property of the same name takes four times as long.
     hashes = [block._block_hash for block in row]
     leading = next((i for i, block in enumerate(row) if not block.is_null), len(row))
     start = leading + len(row) - hashes.count(None)
     nulls = [block.is_null for block in row[start:]]
     if hashes[start:].count(None) == len(row) - start and not any(nulls):
         return start
-    # Something lies between: what is loaded must end the row all the same.
+    # Hashed or null blocks stand between: the loaded ones may still end the row.
     ids = _unhashed_ids(row)
     start = len(row) - len(ids)
     return start if [block.block_id for block in row[start:]] == ids else None
 
 
-def _window_blocks(spec: Any, number: int) -> int:
-    """How many of a group's last `number` blocks NIXL and Mooncake transfer."""
+def _window_blocks(spec: KVCacheSpec, number: int) -> int:
+    """Return how many of a group's last `number` blocks NIXL and Mooncake transfer."""
     if not isinstance(spec, SlidingWindowSpec):
         return number
     return min(number, -(-spec.sliding_window // spec.block_size) + 1)
 
 
 def _add_state(
-    found: TransferredBlocks, group_id: int, spec: Any, ids: Sequence[int]
+    found: TransferredBlocks, group_id: int, spec: MambaSpec, ids: Sequence[int]
 ) -> None:
-    """Add the block of the running state, at position 0.
+    """Add the running-state block of a state group, at position 0.
 
-    Where states of earlier positions were kept, they come before it; behind it lie
-    up to `num_speculative_blocks` blocks for speculative tokens. NIXL transfers what
-    this leaves; Mooncake pairs the two sides' blocks from the end, scratch included,
-    so the running states meet.
+    Connectors transfer it even after a local prefix hit. Where states of earlier
+    positions were kept, they come before it; behind it are up to
+    `num_speculative_blocks` blocks for speculative tokens. NIXL transfers the blocks
+    that `clip_ssm_state_blocks` leaves; Mooncake pairs the two sides' blocks from the
+    end, those for speculative tokens included, so the running states meet.
     """
     state = clip_ssm_state_blocks(ids, spec.num_speculative_blocks)
     if state:
@@ -159,19 +168,19 @@ def _add_state(
 
 
 def blocks_given_up(
-    kv_cache_config: Any,
+    kv_cache_config: KVCacheConfig,
     rows: Callable[[], Sequence[Sequence[int]]],
     blocks: KVChecksumBlocks,
 ) -> dict[int, int]:
-    """How many of the first summed blocks a request has given up since, per group.
+    """Count the first summed blocks that a request has given up since, per group.
 
-    vLLM frees what has left a window just before it hands a finished request's
+    vLLM frees blocks that have left a window just before it hands a finished request's
     blocks to the connector, so these blocks are not transferred.
 
     Args:
         kv_cache_config: the KV cache groups.
-        rows: gives the request's block ids now, per group.
-        blocks: what was summed.
+        rows: returns the request's present block ids, per group.
+        blocks: the blocks that were summed.
 
     """
     windows = [g for g in blocks.groups if gives_up_blocks(kv_cache_config, g)]
@@ -187,29 +196,29 @@ def blocks_given_up(
     return given_up
 
 
-def group_spec(kv_cache_config: Any, group_id: int) -> Any:
-    """A group's spec; of a group of several, the first (all are of one kind)."""
+def group_spec(kv_cache_config: KVCacheConfig, group_id: int) -> KVCacheSpec:
+    """Return a group's spec; of a group of several, the first (all are of one kind)."""
     spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
-    return getattr(spec, "first_spec", spec)
+    return next(iter(iter_layer_specs(spec)))
 
 
-def gives_up_blocks(kv_cache_config: Any, group_id: int) -> bool:
-    """Whether requests give up blocks of the group that they have passed."""
+def gives_up_blocks(kv_cache_config: KVCacheConfig, group_id: int) -> bool:
+    """Tell whether requests give up blocks of the group that have left their window."""
     return isinstance(group_spec(kv_cache_config, group_id), _WINDOWED_SPECS)
 
 
-def holds_states(kv_cache_config: Any, group_id: int) -> bool:
-    """Whether the group's blocks hold states instead of tokens."""
+def holds_states(kv_cache_config: KVCacheConfig, group_id: int) -> bool:
+    """Tell whether the group's blocks hold states instead of tokens."""
     return isinstance(group_spec(kv_cache_config, group_id), MambaSpec)
 
 
 @dataclass(frozen=True)
 class Units:
-    """How a group's blocks are cut into units.
+    """The division of a group's blocks into units.
 
     Attributes:
-        size: tokens of a unit.
-        per_block: units of a block.
+        size: tokens per unit.
+        per_block: units per block.
 
     """
 
@@ -221,11 +230,11 @@ class Units:
         return self.size * self.per_block
 
 
-def units_of_group(kv_cache_config: Any, group_id: int) -> Units:
-    """How a group's blocks are summed; a state counts as one token, whatever its block.
+def units_of_group(kv_cache_config: KVCacheConfig, group_id: int) -> Units:
+    """Return the division of a group's blocks into units.
 
-    So states are compared at any block sizes, and without the rule for the last
-    unit's tokens.
+    A block that holds a state counts as one token, whatever its block size. So states
+    are compared at any block sizes, and without the rule for the last unit's tokens.
     """
     size: int = group_spec(kv_cache_config, group_id).block_size
     if holds_states(kv_cache_config, group_id):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""From workers' records to a payload, and from a load's to its verdict.
+"""Make payloads from workers' records, and verdicts from a load's records.
 
-Nothing here changes what it is given, counts or logs.
+Nothing here counts or logs, or changes a request, a send or a load.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,8 +38,8 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.group_comparison import 
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
-    Pending,
     PendingLoad,
+    PendingSend,
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     LeftOut,
@@ -45,34 +47,38 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Unverified,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """What an instance needs to know to make payloads and to compare with them.
+    """Makes an instance's payloads, and compares its loads with the payloads of others.
 
     Attributes:
-        kv_cache_config: its KV cache groups.
-        tp_size: its TP size.
-        num_workers: workers that must report (TP times PP).
+        kv_cache_config: the instance's KV cache groups.
+        tp_size: the instance's TP size.
+        num_workers: number of workers that must report (TP times PP).
 
     """
 
-    kv_cache_config: Any
+    kv_cache_config: KVCacheConfig
     tp_size: int
     num_workers: int
 
     def make_payload(
         self,
-        request: Any,
-        send: Pending | None,
+        request: Request,
+        send: PendingSend | None,
         rows: Callable[[], Sequence[Sequence[int]]],
     ) -> KVChecksumPayload:
-        """Add up what the workers summed of a send.
+        """Add up the workers' sums of a send to a payload.
 
         Args:
             request: the request, whose prompt the payload is bound to.
             send: the send, or None if nothing of it was summed.
-            rows: gives the request's block ids now, per group.
+            rows: returns the request's present block ids, per group.
 
         Raises:
             NotComparable: the workers' records do not add up.
@@ -95,7 +101,7 @@ class Comparison:
                 raise NotComparable(Unverified.REPLICA_MISSING, str(error)) from None
             gone = given_up.get(group_id, 0) * units.per_block
             start = start * units.per_block + gone
-            # Of the last block, the units that hold tokens.
+            # Only the units of the last block that hold tokens are sent.
             held = -(-num_tokens // units.size) - start
             values, *others = (c[gone:][:held] for c in checks)
             groups[group_id] = GroupChecksums(
@@ -113,8 +119,8 @@ class Comparison:
             inputs_digest(request, num_tokens),
         )
 
-    def judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
-        """Compare a load of `request` with its payload, which may be of any form."""
+    def judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
+        """Compare a load of `request` with its payload, which may be malformed."""
         try:
             payload = load.payload()
         except wire.PayloadVersionError as error:
@@ -138,7 +144,10 @@ class Comparison:
         return verdict
 
     def _compare(self, load: PendingLoad, payload: KVChecksumPayload) -> LoadVerdict:
-        """Compare a load with the payload of its prompt."""
+        """Compare a load with a payload that is known to be of its prompt.
+
+        Groups that are left out are removed from the payload.
+        """
         try:
             load.check_reports(self.num_workers)
         except NotComparable as error:
@@ -186,7 +195,15 @@ class Comparison:
 def _other_copies(
     first: np.ndarray, others: Sequence[np.ndarray]
 ) -> OtherCopies | None:
-    """Where a group's other copies differ from the first, or None if they are equal."""
+    """Return the units of a group's other copies that differ from the first.
+
+    Return None if all copies are equal.
+
+    Args:
+        first: uint64 ``(units,)``.
+        others: the other copies, of the same shape.
+
+    """
     if not others:
         return None
     differ = np.stack(others) != first

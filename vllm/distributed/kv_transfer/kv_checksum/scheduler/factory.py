@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether a scheduler checks loads in this configuration, and what it says if not."""
+"""Create the scheduler's part, or refuse a configuration in which it cannot work."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
     KVChecksumScheduler,
@@ -17,18 +19,28 @@ from vllm.distributed.kv_transfer.kv_checksum.support import (
 )
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 logger = init_logger(__name__)
 
 
 def create_kv_checksum_scheduler(
-    vllm_config: Any, connector: Any, kv_cache_manager: Any, kv_cache_config: Any
+    vllm_config: VllmConfig,
+    connector: KVConnectorBase_V1,
+    kv_cache_manager: KVCacheManager,
+    kv_cache_config: KVCacheConfig,
 ) -> KVChecksumScheduler | None:
-    """Create the scheduler's part, or None if checksums are off or cannot work here.
+    """Create the scheduler's part and log what it covers.
 
-    Where no connector is covered it still counts the loads, as unverified.
+    Return None if checksums are off, or cannot work in this configuration. Where no
+    connector is covered, loads are still counted, as unverified.
 
     Raises:
-        ValueError: as `support.refuse_unchecked`.
+        ValueError: in the cases of `support.refuse_unchecked`.
 
     """
     transfer = vllm_config.kv_transfer_config
@@ -50,14 +62,14 @@ def create_kv_checksum_scheduler(
         )
     else:
         for one, instance in zip(coverage, _single_connectors(connector), strict=True):
-            _say_what_of(one, instance, transfer)
+            _log_coverage_of(one, instance, transfer)
     return KVChecksumScheduler(
         vllm_config, connector, kv_cache_manager, kv_cache_config
     )
 
 
-def _single_connectors(connector: Any) -> Iterator[Any]:
-    """The connector, or those inside it, in the order of `connector_coverage`."""
+def _single_connectors(connector: KVConnectorBase_V1) -> Iterator[KVConnectorBase_V1]:
+    """Yield the connector, or those inside it, in the order of `connector_coverage`."""
     inner = getattr(connector, "sub_connectors", None)
     if not inner:
         yield connector
@@ -65,8 +77,12 @@ def _single_connectors(connector: Any) -> Iterator[Any]:
         yield from _single_connectors(one)
 
 
-def _say_what_of(covered: ConnectorCoverage, connector: Any, transfer: Any) -> None:
-    """Log one line: how a connector's loads bring checksums, or why they do not."""
+def _log_coverage_of(
+    covered: ConnectorCoverage,
+    connector: KVConnectorBase_V1,
+    transfer: KVTransferConfig,
+) -> None:
+    """Log in one line how a connector's loads bring checksums, or why they do not."""
     if covered.not_checked is not None:
         logger.warning(
             "KV checksums do not cover a connector: %s; what it loads is counted as "
@@ -84,10 +100,10 @@ def _say_what_of(covered: ConnectorCoverage, connector: Any, transfer: Any) -> N
     )
 
 
-def _how_brought(connector: Any) -> str:
-    """How loads bring checksums, carriers as the metrics call them."""
+def _how_brought(connector: KVConnectorBase_V1) -> str:
+    """Return how loads bring checksums; carriers are named as in the metrics."""
     load = SimpleNamespace(request_id="", kv_transfer_params=None)
-    if (carrier := connector.kv_checksum_carrier(load, True)) is not None:
+    if (carrier := connector.kv_checksum_carrier(load, receiving=True)) is not None:
         return f"carried by {carrier.value}"
     if connector.get_kv_checksum_sources(load):
         return "stored with their KV"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Comparing what a producer sent with what a consumer holds: pure functions.
+"""Compare a producer's sums with a consumer's: pure functions.
 
-Sums are compared by the unit; where the units of the two sides differ, by the larger
-one, to which those of the other side add up.
+Sums are compared by the unit. Where the units of the two sides differ, they are
+compared by the chunk, which is as long as the larger unit; the smaller units add up
+to it.
 """
 
 from dataclasses import dataclass
@@ -29,12 +30,17 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
 class LocalGroup:
     """A consumer's whole-model sums of one group.
 
+    `GroupChecksums` holds the producer's: there one copy's sums in full and the others
+    where they differ, here one array per check.
+
     Attributes:
-        units: how its blocks are cut.
+        fingerprint: identifies the group's layers (uint64).
+        units: the division of the group's blocks into units.
         start: position of the first loaded block.
         checks: one uint64 array of shape ``(units,)`` per replica check.
-        is_state: a block holds a state, which is valid for one token count alone.
-        is_window: the producer may have given up blocks that it has passed.
+        is_state: whether a block holds a state, which is valid for one token count
+            alone.
+        is_window: whether the producer may have given up blocks that it has passed.
 
     """
 
@@ -53,14 +59,13 @@ def judge(
 ) -> LoadVerdict:
     """Compare one load.
 
-    Args:
-        payload: what the producer sent.
-        local: per KV cache group that this side checksums, what it summed, or
-            why it could not, or None if no block of the group was loaded.
-        num_tokens: tokens of the request that the load covers.
+    A group that neither side sums is in neither argument and stays out of the verdict.
 
-    A group that neither side checksums is in neither argument and stays out of
-    the verdict.
+    Args:
+        payload: the producer's sums.
+        local: per KV cache group that this side sums, the sums, or why there are none,
+            or None if no block of the group was loaded.
+        num_tokens: tokens of the request that the load covers.
 
     """
     verdict = LoadVerdict()
@@ -79,7 +84,7 @@ def judge(
             outcome = compare_group(theirs, payload.num_tokens, ours, num_tokens)
         verdict.groups[group_id] = outcome
     if payload.num_tokens < num_tokens:
-        # Part of what was loaded has no checksum.
+        # Some loaded tokens have no checksum.
         verdict.unverified = Unverified.NUM_TOKENS
         verdict.detail = f"{payload.num_tokens} tokens sent, {num_tokens} loaded"
     return verdict
@@ -104,7 +109,7 @@ def compare_group(
     size = ours.units.size
     large = max(theirs.unit_size, size)
     start = ours.start * ours.units.per_block
-    # Units past the last token are sums of nothing.
+    # Units past the last token are sums of no tokens.
     end = min(start + len(ours.checks[0]), -(-our_tokens // size))
     held = np.stack(ours.checks)[:, : max(0, end - start)]
     sent = _chunks(
@@ -129,7 +134,7 @@ def compare_group(
 def _why_not_compared(
     theirs: GroupChecksums, their_tokens: int, ours: LocalGroup, our_tokens: int
 ) -> GroupVerdict | None:
-    """Why the two sides' sums have nothing to do with one another, or None."""
+    """Return an unverified verdict if the two sides' sums cannot be compared."""
     sizes = theirs.unit_size, ours.units.size
     first = ours.start * ours.units.block_size
     if theirs.fingerprint != ours.fingerprint:
@@ -173,11 +178,18 @@ class _Chunks:
 def _chunks(
     start: int, values: np.ndarray, size: int, large: int, num_tokens: int
 ) -> _Chunks:
-    """Sums of whole chunks of `large` tokens, from those of units of `size`.
+    """Add up units of `size` tokens to whole chunks of `large` tokens.
 
-    Units are in the last axis of `values`. A chunk is kept only if every unit of it
-    that holds tokens is in `values`; units past the last token count as zero. Memory
-    is bounded by `values`.
+    A chunk is kept only if every unit of it that holds tokens is in `values`; units
+    past the last token count as zero. Memory is bounded by `values`.
+
+    Args:
+        start: number of the first unit.
+        values: uint64 ``(checks, units)``.
+        size: tokens per unit, a divisor of `large`.
+        large: tokens per chunk.
+        num_tokens: tokens of the request that the sums cover.
+
     """
     ratio = large // size
     if ratio == 1:
@@ -195,7 +207,14 @@ def _chunks(
 
 @dataclass
 class _Common:
-    """Chunks that both sides hold: sums sent, and sums loaded per replica check."""
+    """The chunks that both sides hold.
+
+    Attributes:
+        low: number of the first chunk.
+        expected: the producer's sums, uint64 ``(chunks,)``.
+        found: the consumer's sums, uint64 ``(checks, chunks)``.
+
+    """
 
     low: int
     expected: np.ndarray
@@ -205,10 +224,10 @@ class _Common:
 def _accept_copies(
     theirs: GroupChecksums, ratio: int, common: _Common, differs: np.ndarray
 ) -> None:
-    """Clear in `differs` what equals another copy of the producer.
+    """Clear in `differs` the chunks that equal another copy of the producer.
 
     Args:
-        theirs: what the producer sent.
+        theirs: the producer's sums.
         ratio: the producer's units per chunk.
         common: the chunks that both sides hold.
         differs: bool ``(checks, chunks)``, changed in place.
@@ -233,7 +252,7 @@ def _accept_copies(
 
 
 def _firsts(ascending: np.ndarray) -> np.ndarray:
-    """Indices at which another number begins."""
+    """Return the indices at which another number begins."""
     return np.flatnonzero(np.diff(ascending, prepend=-1))
 
 
@@ -244,19 +263,19 @@ def _in_blocks(
     ours: LocalGroup,
     loaded: tuple[int, int],
 ) -> GroupVerdict:
-    """The verdict by blocks of the consumer.
+    """Convert differing chunks to a verdict by blocks of the consumer.
 
     Args:
         common: the chunks that both sides hold.
         differs: bool ``(checks, chunks)``.
         ratio: the consumer's units per chunk.
-        ours: what the consumer summed.
-        loaded: its first unit, and the one behind its last.
+        ours: the consumer's sums.
+        loaded: the first loaded unit, and the one behind the last.
 
     """
     per_block, (start, end) = ours.units.per_block, loaded
     bad = np.flatnonzero(differs.any(axis=0))
-    # A chunk may be far longer than the request: the producer names its unit.
+    # A chunk may be far longer than the request, because the producer chooses its unit.
     units = (common.low + bad)[:, None] * ratio + np.arange(min(ratio, end))
     blocks = units[units < end] // per_block
     positions = blocks[_firsts(blocks)]

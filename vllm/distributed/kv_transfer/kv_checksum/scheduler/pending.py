@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A request whose sums are awaited: what was asked for, and adding up what came.
+"""Collect and add up the workers' sums of a send or a load in progress.
 
-Whatever does not fit what was asked for makes the whole not comparable, never a
-difference: a record that is missing, or one that covers other blocks.
+A record that is missing, or that covers other blocks than were asked for, makes the
+whole send or load not comparable; it never counts as a difference.
 """
 
 from dataclasses import dataclass, field
@@ -26,9 +26,9 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 
 class NotComparable(Exception):
-    """The workers' records do not add up to what was asked for.
+    """Raised if the workers' records do not add up to what was asked for.
 
-    `detail` tells in numbers what does not fit.
+    `reason` is from the fixed set; `detail` gives the numbers that do not fit.
     """
 
     def __init__(self, reason: Unverified, detail: str = "") -> None:
@@ -37,15 +37,22 @@ class NotComparable(Exception):
 
 
 @dataclass
-class Pending:
-    """A send, and by worker the records so far."""
+class PendingSend:
+    """A send in progress: collects the workers' records.
+
+    Attributes:
+        req_id: the request.
+        blocks: the blocks that workers were asked to sum.
+        records: the records so far, by PP rank and TP rank.
+
+    """
 
     req_id: str
     blocks: KVChecksumBlocks
     records: dict[tuple[int, int], KVChecksumRecord] = field(default_factory=dict)
 
     def take(self, record: KVChecksumRecord) -> None:
-        """Keep a worker's record, if it is of this send or load.
+        """Keep a worker's record if it belongs to this send or load.
 
         Records of a step that was rolled back, or of an earlier request of the
         same id, have other numbers.
@@ -54,10 +61,10 @@ class Pending:
             self.records[record.pp_rank, record.tp_rank] = record
 
     def check_reports(self, num_workers: int) -> None:
-        """Check that every worker summed what it was asked to.
+        """Check that every worker summed the blocks that it was asked to.
 
         Raises:
-            NotComparable: one did not.
+            NotComparable: a worker is missing, or summed another number of tokens.
 
         """
         if len(self.records) != num_workers:
@@ -74,15 +81,18 @@ class Pending:
             )
 
     def skipped(self) -> set[int]:
-        """Groups that a worker does not sum."""
+        """Return the groups that some worker does not sum."""
         return {g for r in self.records.values() for g in r.skipped_groups}
 
     def equal_tp_groups(self) -> set[int]:
-        """Groups whose sums compare only with those of an equal TP size."""
+        """Return the groups whose sums compare only with those of an equal TP size."""
         return {g for r in self.records.values() for g in r.equal_tp_groups}
 
     def fingerprint(self, group_id: int) -> int:
-        """Sum over PP stages; the TP ranks of a stage hold the same layers."""
+        """Add a group's fingerprints over PP stages, mod 2**64.
+
+        The TP ranks of a stage hold the same layers, so one of them counts.
+        """
         by_stage = {
             r.pp_rank: r.fingerprints.get(group_id, 0) for r in self.records.values()
         }
@@ -91,10 +101,10 @@ class Pending:
     def parts(
         self, group_id: int, units_per_block: int
     ) -> dict[ReplicaKey, KVChecksumGroup]:
-        """The workers' sums of one group's units, added up per replica key.
+        """Add up the workers' sums of one group's units, per replica key.
 
         Raises:
-            NotComparable: they are of other blocks, or a worker that holds layers
+            NotComparable: the sums are of other blocks, or a worker that holds layers
                 of the group reports none.
 
         """
@@ -120,18 +130,18 @@ class Pending:
 
 
 @dataclass
-class PendingLoad(Pending):
+class PendingLoad(PendingSend):
     """A load in progress.
 
     Attributes:
-        carrier: how its payload comes, or None if nobody checks it.
+        carrier: the carrier of its payload, or None if nobody checks the load.
         params: the request's ``kv_transfer_params`` when the load started.
         connector: the name of the connector that loads it.
-        unverified: why it will not be compared whatever comes, or None.
+        unverified: why it will not be compared in any case, or None.
         empty: groups of which it brings nothing.
-        computes_last: the last of its tokens is computed here all the same.
-        sent: the payload that `params` held, or why it is none.
-        received: the payload that its connector brought, the first copy.
+        computes_last: whether its last token is computed here all the same.
+        sent: the payload that `params` held, or why it does not decode.
+        received: the payload that its connector brought, the first intact copy.
 
     """
 
@@ -146,7 +156,7 @@ class PendingLoad(Pending):
 
     @property
     def may_be_offered_again(self) -> bool:
-        """Whether its connector would load the same once more for this request.
+        """Tell whether the connector would load the same again for this request.
 
         Loads of a prefill instance's KV are offered once. But where the request also
         asks to be sent on (NIXL pull), they are offered as those of a decode instance.
@@ -156,10 +166,10 @@ class PendingLoad(Pending):
         )
 
     def payload(self) -> KVChecksumPayload | None:
-        """What the producer sent, or None for nothing.
+        """Decode the producer's payload; return None if there is none.
 
         Raises:
-            ValueError: as `payload.decode`.
+            ValueError: in the cases of `payload.decode`.
 
         """
         if self.carrier is KVChecksumCarrier.CONNECTOR:
@@ -169,10 +179,10 @@ class PendingLoad(Pending):
         return self.sent
 
     def take_sent(self) -> None:
-        """Take the payload out of `params`: nobody else needs it.
+        """Take the payload out of `params`, where nobody else needs it.
 
         A router may append a token to the prompt. The consumer loads a slot for it, and
-        computes it all the same: what the producer summed is all that counts.
+        computes it all the same: then only the tokens that the producer summed count.
         """
         text = self.params.pop(wire.KV_TRANSFER_PARAMS_KEY, None)
         if text is None or self.carrier is not KVChecksumCarrier.KV_TRANSFER_PARAMS:

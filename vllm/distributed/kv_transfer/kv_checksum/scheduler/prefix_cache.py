@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Keeping bad KV that is served all the same away from later requests.
+"""Keep bad KV that is served all the same out of prefix caches and stores.
 
-Prefix caches and stores find KV by the hashes of a request's blocks. From the first
-bad block on, the request gets hashes that no other request can have: whatever is
-cached or stored of it from then on, in any group and by any connector, is found by
-none.
+They find KV by the hashes of a request's blocks. From the first bad block on, the
+request gets hashes that no other request can have. So no other request finds what is
+cached or stored of it from then on, in any group and by any connector.
 """
+
+from __future__ import annotations
 
 import os
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 _SALT_BYTES = 16
 
 
-def disown(request: Any, first_bad_token: int, hash_block_size: int) -> None:
+def disown(request: Request, first_bad_token: int, hash_block_size: int) -> None:
     """Give a request's blocks from `first_bad_token` on hashes of their own.
 
-    To be called before the blocks are cached. Hashes are chained, so those of blocks
-    that become full later follow.
+    Call this before the blocks are cached. Hashes are chained, so those of blocks
+    that become full later differ as well.
 
     Args:
         request: the scheduler's request.
@@ -29,10 +33,10 @@ def disown(request: Any, first_bad_token: int, hash_block_size: int) -> None:
     """
     hasher = request._block_hasher
     if hasher is None:
-        return  # nothing is cached
+        return  # Nothing is cached.
     salt = os.urandom(_SALT_BYTES)
 
-    def salted(request: Any) -> list[bytes]:
+    def salted(request: Request) -> list[bytes]:
         return [
             blake2b(h, digest_size=len(h), key=salt).digest() for h in hasher(request)
         ]

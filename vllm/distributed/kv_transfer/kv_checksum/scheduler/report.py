@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is said about loads that are not verified: bounded, and fit to act on.
+"""Log lines for loads that were not verified: rate-limited, with enough detail to act.
 
-Lines for the log of the consumer's scheduler, and the text that a client gets whose
-request fails.
+They tell the host that sent the KV and the blocks that differ, and go to the log of the
+consumer's scheduler. The text for the client of a request that fails is made here too.
 """
 
 import time
@@ -27,14 +27,14 @@ MAX_LINES = 10
 WINDOW_S = 60.0
 
 MAX_DETAIL_CHARS = 300
-"""Of what is logged of a load that is not verified (debug)."""
+"""Length of the details in the debug line of a load that is not verified."""
 
 
 class Reporter:
-    """Says what was found wrong; each fixed reason once as a warning.
+    """Logs mismatches, rate-limited, and each reason for unverified loads once.
 
     Args:
-        clock: seconds that only grow.
+        clock: returns seconds that only grow.
 
     """
 
@@ -51,13 +51,13 @@ class Reporter:
             logger.warning(message, *args)
 
     def load(self, req_id: str, verdict: LoadVerdict, source: str, action: str) -> None:
-        """A load that is not verified.
+        """Log a load that is not verified.
 
         Args:
             req_id: the request that loaded.
-            verdict: what is known of the load.
-            source: where it came from.
-            action: what is done about it.
+            verdict: the outcome of the comparison.
+            source: the engine or store that the KV came from.
+            action: what happens to the load.
 
         """
         req_id = request_name(req_id)
@@ -89,14 +89,17 @@ class Reporter:
         )
 
     def tick(self) -> None:
-        """Once per step: say how many lines a window that has ended hid."""
+        """Log how many lines were hidden in a window that has ended.
+
+        Call this once per step.
+        """
         if self._hidden and self._clock() >= self._window_ends:
-            self._say_hidden()
+            self._log_hidden()
 
     def _may_show(self) -> bool:
         now = self._clock()
         if now >= self._window_ends:
-            self._say_hidden()
+            self._log_hidden()
             self._window_ends, self._shown = now + WINDOW_S, 0
         if self._shown < MAX_LINES:
             self._shown += 1
@@ -111,14 +114,14 @@ class Reporter:
         self._hidden += 1
         return False
 
-    def _say_hidden(self) -> None:
+    def _log_hidden(self) -> None:
         if self._hidden:
             logger.error("KV checksum mismatches: %d more were not shown", self._hidden)
             self._hidden = 0
 
 
 def client_error(verdict: LoadVerdict) -> str:
-    """What the client of a request is told that fails because of its load."""
+    """Return the error text for the client of a request whose load failed its check."""
     if verdict.mismatched:
         return (
             "KV checksum mismatch: the KV cache loaded for this request is not the one "
@@ -132,7 +135,7 @@ def client_error(verdict: LoadVerdict) -> str:
 
 
 def remote_engine(params: dict[str, Any]) -> str:
-    """What a load's ``kv_transfer_params`` tell of the engine that sent it."""
+    """Describe the engine that sent a load, from its ``kv_transfer_params``."""
     engine = params.get("remote_engine_id")
     known = [
         "an unknown engine" if engine is None else f"remote engine {shortened(engine)}"
@@ -165,12 +168,12 @@ def _differences(verdict: LoadVerdict) -> str:
 
 
 def _several(positions: list[int]) -> str:
-    """Several positions in brackets; of one alone the sample tells."""
+    """Format several positions in brackets; the sample shows a single one."""
     return f" ({positions_named(positions)})" if len(positions) > 1 else ""
 
 
 def _address(params: dict[str, Any]) -> object:
-    """Where the remote engine listens: NIXL names host and port, Mooncake a URL."""
+    """Return the remote engine's address: NIXL's host and port, or Mooncake's URL."""
     if params.get("remote_bootstrap_addr") is not None:
         return params["remote_bootstrap_addr"]
     if params.get("remote_host") is None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A request's life in the scheduler, as producer and as consumer.
+"""Follow requests through the scheduler, as producer and as consumer.
 
 Producer: the step that finishes a prompt's KV asks the workers to sum it
 (`add_send`); when the request ends, the parts become a payload
@@ -13,20 +13,22 @@ Every load that starts ends as one of: verified, mismatch, unverified, failed by
 connector, aborted. The counters of these add up to that of loads started.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_checksum import metrics
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     KVChecksumBlocks,
     KVChecksumScheduled,
     Skipped,
 )
-from vllm.distributed.kv_transfer.kv_checksum.metrics import NO_CARRIER
 from vllm.distributed.kv_transfer.kv_checksum.naming import request_name
 from vllm.distributed.kv_transfer.kv_checksum.payload import (
     KV_TRANSFER_PARAMS_KEY,
@@ -42,8 +44,8 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.comparison import Comparison
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
-    Pending,
     PendingLoad,
+    PendingSend,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.prefix_cache import disown
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
@@ -66,28 +68,38 @@ from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.request import RequestStatus
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
 logger = init_logger(__name__)
 
 _SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class KVChecksumScheduler:
-    """The scheduler's part.
+    """Asks workers for sums, makes payloads of them, and judges loads.
 
     Args:
         vllm_config: vLLM's configuration.
         connector: the scheduler-side KV connector.
-        kv_cache_manager: where a request's blocks are looked up.
+        kv_cache_manager: the manager that knows a request's blocks.
         kv_cache_config: the KV cache groups.
 
     """
 
     def __init__(
         self,
-        vllm_config: Any,
-        connector: Any,
-        kv_cache_manager: Any,
-        kv_cache_config: Any,
+        vllm_config: VllmConfig,
+        connector: KVConnectorBase_V1,
+        kv_cache_manager: KVCacheManager,
+        kv_cache_config: KVCacheConfig,
     ) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self.fail_closed: bool = transfer.kv_checksum_fail_closed
@@ -105,13 +117,13 @@ class KVChecksumScheduler:
             and len(groups) == 1
             and why_whole_blocks_differ(groups) is None
         )
-        # Not from 1: no record of a scheduler before this one has such a number.
+        # Not from 1, so that no record of an earlier scheduler has such a number.
         self._seqs = count(time.time_ns())
         self._scheduled = KVChecksumScheduled()
         self._started: list[PendingLoad] = []
-        self._sends: dict[str, Pending] = {}
+        self._sends: dict[str, PendingSend] = {}
         self._recvs: dict[str, PendingLoad] = {}
-        # Requests to be sent of whose prompt a part is not computed yet.
+        # Requests to be sent whose prompts are not fully computed yet.
         self._unsummed: set[str] = set()
         self._declined: set[str] = set()
         self._stats: Counter[str] = Counter()
@@ -124,7 +136,8 @@ class KVChecksumScheduler:
         self._stored = StoredLoads(connector, kv_cache_config, self._hash_block_size)
 
     def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
-        self._stats[f"left_out:{reason.value}"] += 1
+        """Count a group, or a part of it, that is left out; log each reason once."""
+        self._stats[metrics.left_out_key(reason)] += 1
         self._reporter.warn_once(
             f"left_out:{reason.value}:{group_id}",
             "KV checksums leave out %sKV cache group %d: %s (first for request %s)",
@@ -134,8 +147,9 @@ class KVChecksumScheduler:
             request_name(req_id),
         )
 
-    def _say_unbound(self, req_id: str) -> None:
-        self._stats["prompts_not_bound"] += 1
+    def _log_unbound(self, req_id: str) -> None:
+        """Count a load whose prompt is not known to be the right one; log it once."""
+        self._stats[metrics.PROMPTS_NOT_BOUND] += 1
         self._reporter.warn_once(
             "unbound",
             "KV checksums cannot tell of which prompt a load is: it is given as "
@@ -143,12 +157,12 @@ class KVChecksumScheduler:
             request_name(req_id),
         )
 
-    def _say_copies_differ(self, req_id: str, payload: KVChecksumPayload) -> None:
-        """Say that TP ranks hold other bits of the same KV; each may be right."""
+    def _log_copies_differ(self, req_id: str, payload: KVChecksumPayload) -> None:
+        """Count and log that TP ranks hold other bits of one KV; each may be right."""
         differ = [i for i, group in payload.groups.items() if group.copies is not None]
         if not differ:
             return
-        self._stats["replicas_differ"] += 1
+        self._stats[metrics.REPLICAS_DIFFER] += 1
         self._reporter.warn_once(
             "replicas",
             "KV checksums: replicas of KV cache groups %s differ between TP ranks here "
@@ -159,11 +173,17 @@ class KVChecksumScheduler:
 
     # ---- schedule()
 
-    def admit(self, request: Any, num_tokens: int | None, is_async: bool) -> bool:
-        """Whether a request may load what its connector offers.
+    def admit(self, request: Request, num_tokens: int | None, is_async: bool) -> bool:
+        """Tell whether a request may load the tokens that its connector offers.
 
-        A load in the step that uses it cannot be kept from it, whatever comes of a
-        check; fail-closed, the request computes these tokens instead.
+        A load in the step that uses it takes effect before any check could end; with
+        fail-closed, the request computes these tokens instead.
+
+        Args:
+            request: the request that is scheduled.
+            num_tokens: tokens that the connector offers; None if it does not know yet.
+            is_async: whether they are loaded before the step that uses them.
+
         """
         if is_async or not num_tokens or not self.fail_closed:
             return True
@@ -172,27 +192,27 @@ class KVChecksumScheduler:
             self._declined.add(req_id)
             name = type(serving_connector(self.connector, request)).__name__
             verdict = LoadVerdict(unverified=Unverified.SYNC_LOAD)
-            self._stats["loads_started"] += 1
-            self._stats[f"loads:unverified:{NO_CARRIER}"] += 1
-            self._stats[f"unverified:{Unverified.SYNC_LOAD.value}"] += 1
-            self._stats["recomputed"] += 1
+            self._stats[metrics.LOADS_STARTED] += 1
+            self._stats[metrics.loads_key(verdict.outcome, None)] += 1
+            self._stats[metrics.unverified_key(Unverified.SYNC_LOAD)] += 1
+            self._stats[metrics.RECOMPUTED] += 1
             self._reporter.load(req_id, verdict, name, "computed instead of loaded")
         return False
 
     def add_recv(
         self,
-        request: Any,
+        request: Request,
         num_local_tokens: int,
         num_tokens: int,
         is_async: bool = True,
     ) -> None:
-        """A load of tokens ``[num_local_tokens, num_tokens)`` starts.
+        """Start to follow a load of tokens ``[num_local_tokens, num_tokens)``.
 
-        To be called when its blocks are there, and before the connector is told.
+        Call this when the load's blocks are allocated, before the connector is told.
         """
         req_id = request.request_id
         connector = serving_connector(self.connector, request)
-        carrier = connector.kv_checksum_carrier(request, True)
+        carrier = connector.kv_checksum_carrier(request, receiving=True)
         unverified = None
         if not is_async:
             carrier, unverified = None, Unverified.SYNC_LOAD
@@ -217,19 +237,19 @@ class KVChecksumScheduler:
             for group_id in found.left_out:
                 self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
             load.blocks, load.empty = found.blocks, found.empty
-            # A state holds all tokens that went into it: none of them can be left out.
+            # A state is computed from all of its tokens; none of them can be left out.
             load.computes_last = num_tokens == request.num_tokens and not any(
                 holds_states(self.kv_cache_config, i) for i in found.blocks.groups
             )
         load.blocks.seq = next(self._seqs)
-        self._stats["loads_started"] += 1
+        self._stats[metrics.LOADS_STARTED] += 1
         if req_id in self._recvs:
-            self._stats["loads_aborted"] += 1
+            self._stats[metrics.LOADS_ABORTED] += 1
         self._recvs[req_id] = load
         self._started.append(load)
 
-    def add_send(self, request: Any) -> None:
-        """The step being scheduled finishes the KV of a prompt that is to be sent."""
+    def add_send(self, request: Request) -> None:
+        """Ask for the sums of a prompt whose KV the step being scheduled finishes."""
         req_id = request.request_id
         rows = self.kv_cache_manager.get_block_ids(req_id)
         found = sent_blocks(self.kv_cache_config, rows, request.num_prompt_tokens)
@@ -237,19 +257,26 @@ class KVChecksumScheduler:
             self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
         found.blocks.seq = next(self._seqs)
         self._scheduled.reqs_to_send[req_id] = found.blocks
-        self._sends[req_id] = Pending(req_id, found.blocks)
+        self._sends[req_id] = PendingSend(req_id, found.blocks)
 
-    def after_schedule(self, output: Any, requests: Mapping[str, Any]) -> None:
-        """Find the prompts that this step finishes and fill in the step's request.
+    def after_schedule(
+        self, output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> None:
+        """Find the prompts that this step finishes, and attach what workers must sum.
 
         Only requests that start in this step are looked at, and those that are to be
         sent and still prefill. A request that was preempted while it decoded starts
         again, on other blocks of the same prefix, with the KV of another computation.
+
+        Args:
+            output: the step, whose `kv_checksum_scheduled` is set.
+            requests: the scheduler's requests by id.
+
         """
         for new in output.scheduled_new_reqs:
             request = requests[new.req_id]
-            wire.take_text(request)  # that of a prompt found locally as a whole
-            if self.connector.kv_checksum_carrier(request, False) is not None:
+            wire.take_text(request)  # still there if the whole prompt was found locally
+            if self.connector.kv_checksum_carrier(request, receiving=False) is not None:
                 self._unsummed.add(new.req_id)
         if self._unsummed:
             for req_id in self._unsummed & output.num_scheduled_tokens.keys():
@@ -260,7 +287,10 @@ class KVChecksumScheduler:
         output.kv_checksum_scheduled = self.build_checksum_meta()
 
     def build_checksum_meta(self) -> KVChecksumScheduled | None:
-        """What the step asks of workers, or None for nothing; starts anew."""
+        """Return the blocks that the step asks workers to sum, and start anew.
+
+        Return None if there are none.
+        """
         for load in self._started:
             load.take_sent()
             if load.unverified is Unverified.SYNC_LOAD:
@@ -276,8 +306,8 @@ class KVChecksumScheduler:
 
     # ---- update_from_output()
 
-    def collect(self, output: Any) -> None:
-        """Take the workers' records out of a `KVConnectorOutput` (None: no step)."""
+    def collect(self, output: KVConnectorOutput | None) -> None:
+        """Take over the workers' records of a step; None for a step without output."""
         self._reporter.tick()
         if output is None or output.kv_checksums is None:
             return
@@ -291,7 +321,7 @@ class KVChecksumScheduler:
                         pending.take(record)
             for req_id, data in record.received.items():
                 load = self._recvs.get(req_id)
-                # A copy that came through takes the place of one that did not.
+                # An intact copy takes the place of a damaged one, which is empty.
                 if load is not None and not load.received:
                     load.received = data
 
@@ -299,25 +329,26 @@ class KVChecksumScheduler:
         self._skipped_groups = {**reasons, **self._skipped_groups}
         kinds = Counter(map(Skipped.of, self._skipped_groups.values()))
         for kind, number in kinds.items():
-            self._stats[f"skipped_groups:{kind.value}"] = number
+            self._stats[metrics.skipped_groups_key(kind)] = number
 
     def verify(
         self,
-        output: Any,
-        requests: Mapping[str, Any],
+        output: KVConnectorOutput | None,
+        requests: Mapping[str, Request],
         known_failed: Iterable[str] = (),
         scheduled: KVChecksumScheduled | None = None,
     ) -> dict[str, int]:
-        """Judge the loads that finished; those that must fail.
+        """Judge the loads that finished, and return those that must fail.
 
         Args:
-            output: the step's aggregated `KVConnectorOutput`, or None.
+            output: the step's aggregated output of the connectors, or None.
             requests: the scheduler's requests by id.
             known_failed: ids whose load is already known to have failed.
-            scheduled: what `build_checksum_meta` gave for the step.
+            scheduled: the result of `build_checksum_meta` for the step.
 
         Returns:
-            By request id, how many of its first tokens need no recompute.
+            Per request whose load must fail, the number of its first tokens that need
+            no recompute.
 
         """
         bad: dict[str, int] = {}
@@ -337,58 +368,67 @@ class KVChecksumScheduler:
         return bad
 
     def _give_up(
-        self, req_id: str, requests: Mapping[str, Any], bad: dict[str, int]
+        self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
     ) -> None:
-        """A load failed, as its connector reports: nothing of it is compared."""
+        """Stop following a load that its connector reports as failed.
+
+        Nothing of it is compared.
+        """
         load = self._recvs.pop(req_id)
-        self._stats["loads_failed"] += 1
+        self._stats[metrics.LOADS_FAILED] += 1
         request = requests.get(req_id)
         if request is None or load.unverified is Unverified.SYNC_LOAD:
             return
         if load.blocks.stored or (self.fail_closed and load.may_be_offered_again):
             self._stored.give_up(request)
         if self.fail_closed and self.recompute:
-            # vLLM would keep what was loaded before the first block that failed.
+            # vLLM would keep the tokens before the first block that failed.
             bad[req_id] = 0
 
     def _end(
-        self, req_id: str, requests: Mapping[str, Any], bad: dict[str, int]
+        self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
     ) -> None:
-        """A load finished: judge it, say and count it, and see to its consequences."""
+        """Judge, count and log a load that finished, and handle the consequences.
+
+        A load that must fail is added to `bad`.
+        """
         load = self._recvs.pop(req_id)
         request = requests.get(req_id)
         is_sync = load.unverified is Unverified.SYNC_LOAD
         if request is None or (
             not is_sync and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
         ):
-            self._stats["loads_aborted"] += 1
+            self._stats[metrics.LOADS_ABORTED] += 1
             return
         verdict = self._judge(request, load)
         if verdict.unbound:
-            self._say_unbound(req_id)
+            self._log_unbound(req_id)
         for group_id, reason in verdict.left_out.items():
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load.carrier)
         if verdict.outcome != "verified":
             self._see_to(request, load, verdict, bad)
         if req_id not in bad:
-            # Last, because what is dropped from a store goes by the request's hashes.
+            # Last, because blocks are dropped from a store by the request's hashes.
             self._keep_away(request, load, verdict)
 
     def _see_to(
         self,
-        request: Any,
+        request: Request,
         load: PendingLoad,
         verdict: LoadVerdict,
         bad: dict[str, int],
     ) -> None:
-        """Say what is wrong with a load, have it dropped, and let it fail."""
+        """Log a load that is not verified, drop its stored blocks, and let it fail.
+
+        It fails only with fail-closed: then it is added to `bad`.
+        """
         req_id = load.req_id
         kept = self._kept_tokens(load, verdict)
         self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
         if load.blocks.stored and verdict.mismatched:
             dropped = self._stored.drop_mismatched(request, verdict)
-            self._stats["stored_blocks_dropped"] += dropped
+            self._stats[metrics.STORED_BLOCKS_DROPPED] += dropped
         if self.fail_closed:
             bad[req_id] = kept
             if load.may_be_offered_again:
@@ -396,11 +436,13 @@ class KVChecksumScheduler:
             if not self.recompute:
                 self._errors[req_id] = client_error(verdict)
 
-    def _keep_away(self, request: Any, load: PendingLoad, verdict: LoadVerdict) -> None:
-        """Keep what is bad, or not whole, of a load that is used from later requests.
+    def _keep_away(
+        self, request: Request, load: PendingLoad, verdict: LoadVerdict
+    ) -> None:
+        """Keep later requests from finding the bad or incomplete blocks of a used load.
 
-        Of a window's first block, the part that the producer did not send holds
-        whatever was there; this request does not need it, another may.
+        In a window's first block, the part that the producer did not send holds stale
+        bytes; this request does not need it, but another may.
         """
         first_token = partial(self._first_token, load)
         first = [
@@ -415,41 +457,46 @@ class KVChecksumScheduler:
             disown(request, min(first), self._hash_block_size)
 
     def _first_token(self, load: PendingLoad, group_id: int, position: int) -> int:
-        """The first token of a block; a state is that of the last one."""
+        """Return the first token of a block; for a state, the load's last token."""
         if holds_states(self.kv_cache_config, group_id):
             return load.blocks.num_tokens - 1
         return position * self._block_size(group_id)
 
     @staticmethod
     def _source(load: PendingLoad) -> str:
-        """Where a load came from."""
+        """Describe the store, connector or engine that a load came from."""
         if load.blocks.stored:
             return f"store of {load.connector}"
         if load.unverified in (Unverified.NO_CARRIER, Unverified.SYNC_LOAD):
             return load.connector
         return remote_engine(load.params)
 
-    def keep_verified(self, bad: dict[str, int], requests: dict[str, Any]) -> None:
-        """Leave out of a recompute what `verify` found good.
+    def keep_verified(self, bad: dict[str, int], requests: dict[str, Request]) -> None:
+        """Keep the tokens that `verify` found good from being recomputed.
 
-        To be called once the scheduler has marked the loads as failed. It then
-        caches a failed load's computed tokens alone, and computes on from there.
+        Call this once the scheduler has marked the loads as failed. It then caches
+        only the computed tokens of a failed load, and computes on from there.
+
+        Args:
+            bad: the result of `verify`.
+            requests: the scheduler's requests by id.
+
         """
         for req_id, kept in bad.items():
             if kept:
                 requests[req_id].num_computed_tokens = kept
 
     def _kept_tokens(self, load: PendingLoad, verdict: LoadVerdict) -> int:
-        """Tokens before the first bad block, where they may be kept, else 0."""
+        """Return the number of tokens before the first bad block that may be kept."""
         if not self._keeps_prefix or verdict.reason is not None:
             return 0
         return verdict.good_blocks(0) * self._block_size(0)
 
-    def name_errors(self, outputs: Any) -> None:
-        """Give the outputs of requests that fail in this step their reason.
+    def attach_errors(self, outputs: Iterable[Iterable[EngineCoreOutput]]) -> None:
+        """Attach the reason to the outputs of requests that fail in this step.
 
         Args:
-            outputs: lists of `EngineCoreOutput`. In vLLM 0.32 they have no place for
+            outputs: the step's outputs, by client. In vLLM 0.32 they have no field for
                 a reason; clients get a general error there.
 
         """
@@ -460,9 +507,9 @@ class KVChecksumScheduler:
                 output.error = RequestError(code="kv_checksum", message=text)
 
     def request_finished(
-        self, request: Any, params: dict[str, Any] | None
+        self, request: Request, params: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """`request` ended: drop what is held for it, hand its payload to its carrier.
+        """Drop all state of a request that ended, and give its payload to its carrier.
 
         Args:
             request: the request that ended.
@@ -474,13 +521,13 @@ class KVChecksumScheduler:
         """
         req_id = request.request_id
         if self._recvs.pop(req_id, None) is not None:
-            self._stats["loads_aborted"] += 1
+            self._stats[metrics.LOADS_ABORTED] += 1
         self._declined.discard(req_id)
         self._unsummed.discard(req_id)
         send = self._sends.pop(req_id, None)
         if request.status not in _SENT_STATUSES:
             return params
-        carrier = self.connector.kv_checksum_carrier(request, False)
+        carrier = self.connector.kv_checksum_carrier(request, receiving=False)
         by_connector = carrier is KVChecksumCarrier.CONNECTOR
         if carrier is None or (params is None and not by_connector):
             return params
@@ -489,7 +536,7 @@ class KVChecksumScheduler:
                 request, send, lambda: self.kv_cache_manager.get_block_ids(req_id)
             )
         except NotComparable as error:
-            self._stats[f"unsent:{error.reason.value}"] += 1
+            self._stats[metrics.unsent_key(error.reason)] += 1
             logger.debug(
                 "KV checksums of request %s not sent: %s (%s)",
                 request_name(req_id),
@@ -503,14 +550,14 @@ class KVChecksumScheduler:
                 request_name(req_id),
             )
             return params
-        self._say_copies_differ(req_id, payload)
+        self._log_copies_differ(req_id, payload)
         if by_connector:
             data = wire.encode(payload)
-            self._stats["payload_bytes"] += len(data)
+            self._stats[metrics.PAYLOAD_BYTES] += len(data)
             self.connector.send_kv_checksums(request, data)
             return params
         text = wire.encode_text(payload)
-        self._stats["payload_bytes"] += len(text)
+        self._stats[metrics.PAYLOAD_BYTES] += len(text)
         return {**(params or {}), KV_TRANSFER_PARAMS_KEY: text}
 
     # ---- judging
@@ -518,7 +565,8 @@ class KVChecksumScheduler:
     def _block_size(self, group_id: int) -> int:
         return units_of_group(self.kv_cache_config, group_id).block_size
 
-    def _judge(self, request: Any, load: PendingLoad) -> LoadVerdict:
+    def _judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
+        """Compare a load with its payload or its stored block checksums."""
         if load.unverified is not None:
             return LoadVerdict(unverified=load.unverified)
         if not load.blocks.stored:
@@ -530,25 +578,24 @@ class KVChecksumScheduler:
         records = list(load.records.values())
         return self._stored.judge(request, load.blocks, records)
 
-    # ---- what is seen from outside
+    # ---- counters and log lines
 
     def take_stats(self) -> dict[str, int] | None:
-        """Counts since the last call, by `metrics` key, or None."""
+        """Return the counts since the last call by key of `metrics`; None for none."""
         stats, self._stats = self._stats, Counter()
         return dict(stats) or None
 
     def _count(self, verdict: LoadVerdict, carrier: KVChecksumCarrier | None) -> None:
         outcome = verdict.outcome
-        name = NO_CARRIER if carrier is None else carrier.value
-        self._stats[f"loads:{outcome}:{name}"] += 1
+        self._stats[metrics.loads_key(outcome, carrier)] += 1
         if outcome == "unverified" and verdict.reason is not None:
-            self._stats[f"unverified:{verdict.reason.value}"] += 1
+            self._stats[metrics.unverified_key(verdict.reason)] += 1
         if verdict.other_prompt:
-            self._stats["other_prompts"] += 1
-        self._stats["blocks_compared"] += verdict.num_compared
-        self._stats["blocks_mismatched"] += verdict.num_mismatched
+            self._stats[metrics.OTHER_PROMPTS] += 1
+        self._stats[metrics.BLOCKS_COMPARED] += verdict.num_compared
+        self._stats[metrics.BLOCKS_MISMATCHED] += verdict.num_mismatched
         if outcome != "verified" and self.fail_closed:
-            self._stats["recomputed" if self.recompute else "failed"] += 1
+            self._stats[metrics.RECOMPUTED if self.recompute else metrics.FAILED] += 1
 
     def _action(self, kept: int) -> str:
         if not self.fail_closed:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Loads that bring stored checksums back, in the scheduler.
+"""Judge loads that bring stored block checksums back, in the scheduler.
 
-The workers' entries are compared with their own sums here, because the tags that
-they carry are made of the request's block hashes. What was compared and differs is
-reported to the connector, and nothing else: a load that failed on its way says nothing
-about what is stored. A request whose load failed is kept from the caches: it would find
-the same blocks again.
+The stored block checksums are compared with the workers' sums here, because their tags
+are made of the request's block hashes. Only blocks that were compared and differ are
+reported to the connector: a load that failed on its way says nothing about the stored
+KV. A request whose load failed is kept from the caches, where it would find the same
+blocks again.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,11 +35,16 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
 )
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
 logger = init_logger(__name__)
 
 
 class StoredLoads:
-    """What is particular to such loads.
+    """Judges loads of stored KV and handles the consequences in caches and stores.
 
     Args:
         connector: the scheduler-side KV connector.
@@ -47,14 +54,20 @@ class StoredLoads:
     """
 
     def __init__(
-        self, connector: Any, kv_cache_config: Any, hash_block_size: int
+        self,
+        connector: KVConnectorBase_V1,
+        kv_cache_config: KVCacheConfig,
+        hash_block_size: int,
     ) -> None:
         self._connector = connector
         self._groups = kv_cache_config.kv_cache_groups
         self._hash_block_size = hash_block_size
 
-    def covers(self, request: Any, num_tokens: int) -> bool:
-        """Whether a load of `num_tokens` that starts brings checksums back."""
+    def covers(self, request: Request, num_tokens: int) -> bool:
+        """Tell whether a load of `num_tokens` that starts brings block checksums back.
+
+        All cache tiers that it loads from must bring them.
+        """
         sources = self._connector.get_kv_checksum_sources(request)
         if not sources:
             return False
@@ -62,19 +75,22 @@ class StoredLoads:
         return bool(tiers) and set(tiers) <= set(sources)
 
     def judge(
-        self, request: Any, blocks: KVChecksumBlocks, records: list[KVChecksumRecord]
+        self,
+        request: Request,
+        blocks: KVChecksumBlocks,
+        records: list[KVChecksumRecord],
     ) -> LoadVerdict:
-        """Compare what every worker summed with what it had stored.
+        """Compare every worker's sums with the block checksums that it had stored.
 
-        A group of which no worker has stored checksums stays out of the verdict:
-        that is fixed, and said, when the workers start.
+        A group of which no worker has stored checksums stays out of the verdict: that
+        is fixed, and logged, when the workers start.
         """
         verdict, req_id = LoadVerdict(), request.request_id
         for group_id, (start, ids) in blocks.groups.items():
             if not any(group_id in r.stored.get(req_id, {}) for r in records):
                 continue
             size = self._groups[group_id].kv_cache_spec.block_size
-            # Checksums are stored for full blocks.
+            # Block checksums are stored for full blocks only.
             stop = min(start + len(ids), blocks.num_tokens // size)
             hashes = hashes_of_blocks(
                 request.block_hashes, size // self._hash_block_size, start, stop
@@ -91,8 +107,8 @@ class StoredLoads:
             verdict.unverified = Unverified.NO_PAYLOAD
         return verdict
 
-    def drop_mismatched(self, request: Any, verdict: LoadVerdict) -> int:
-        """Have the blocks dropped that were compared and differ; how many are."""
+    def drop_mismatched(self, request: Request, verdict: LoadVerdict) -> int:
+        """Have the connector drop the blocks that differ; return their number."""
         bad = {i: g.positions for i, g in verdict.groups.items() if g.positions}
         if bad:
             logger.warning(
@@ -103,11 +119,11 @@ class StoredLoads:
             self._connector.on_kv_checksum_failure(request, bad)
         return sum(map(len, bad.values()))
 
-    def give_up(self, request: Any) -> None:
-        """Keep a request whose load failed from the caches; what is stored stays.
+    def give_up(self, request: Request) -> None:
+        """Keep a request whose load failed from all caches; stored blocks stay.
 
-        Neither cache is asked again for it: whatever the connector still holds, the
-        recompute does not load it a second time.
+        Neither the prefix cache nor the connector is asked again for this request, so
+        the recompute does not load the same blocks a second time.
         """
         request.skip_reading_prefix_cache = True
 
@@ -123,12 +139,12 @@ def compare_stored(
     """Compare one group, every worker on its own.
 
     Args:
-        records: what each worker summed and found stored.
+        records: each worker's sums and stored block checksums.
         req_id: the request that loaded.
         group_id: the KV cache group.
         start: position of the first block that was loaded.
-        hashes: the blocks' prefix hashes; their number is that of the blocks.
-        units_per_block: sums of a block, which add up to what was stored.
+        hashes: the prefix hashes of all loaded blocks.
+        units_per_block: sums per block, which add up to the stored sum.
 
     """
     result = GroupVerdict(first=start)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention layers' caches as slices: in which order a block holds tokens' bytes.
+"""Read attention layers' caches as slices, in the order of tokens.
 
 Dense keys and values of one dtype are rows: per head, one token's bytes after
-another's. Whatever else lies in a block is read only if its layout is known to a
+another's. A block with any other content is read only if its layout is known to a
 table here or in `formats`, by spec class, quantization mode and attention backend;
 each was seen written by vLLM's own writer, token by token
 (`test_writers.py`, docs/design/kv_checksum_evidence.md).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +35,13 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     read_as,
     slice_factors,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+    )
 
 COVERED_SPECS = frozenset(
     {
@@ -71,17 +80,26 @@ _V4_SEGMENTS = (576, 8)
 
 def attention_slices(
     name: str,
-    spec: Any,
+    spec: AttentionSpec,
     cache: torch.Tensor,
     num_blocks: int,
     shard: Sharding,
     first_head: int,
     layer: LayerFormat,
 ) -> LayerSlices:
-    """Slices of an attention layer; `first_head` numbers its first global head.
+    """Build the slices of an attention layer.
+
+    Args:
+        name: the layer's name.
+        spec: the layer's own KV cache spec.
+        cache: the layer's ``[B, H, N, C]`` cache.
+        num_blocks: blocks in the cache.
+        shard: this rank's part of the model.
+        first_head: number of the layer's first global head.
+        layer: how the layer keeps its cache.
 
     Raises:
-        SkipGroup: the layer cannot be checksummed.
+        SkipGroup: the layer cannot be summed.
 
     """
     order = token_order(spec, layer)
@@ -105,8 +123,11 @@ def attention_slices(
     )
 
 
-def _identity(spec: Any, layer: LayerFormat, heads: int) -> str:
-    """How an unsharded layer's bytes are read, whatever its TP size and layout."""
+def _identity(spec: AttentionSpec, layer: LayerFormat, heads: int) -> str:
+    """Describe how an unsharded layer's bytes are read, for the fingerprint.
+
+    The text is the same whatever the TP size and memory layout.
+    """
     stored_as = getattr(spec, "cache_dtype_str", None)
     elements = layer.cache_dtype or element_format(stored_as) or str(spec.dtype)
     sizes = f"{heads}x{spec.head_size}+{spec.head_size_v}"
@@ -116,8 +137,8 @@ def _identity(spec: Any, layer: LayerFormat, heads: int) -> str:
 # ---- what is known of a layer's blocks
 
 
-def token_order(spec: Any, layer: LayerFormat) -> TokenOrder:
-    """In which order a layer's blocks hold its tokens' bytes.
+def token_order(spec: AttentionSpec, layer: LayerFormat) -> TokenOrder:
+    """Return the order in which a layer's blocks hold its tokens' bytes.
 
     Raises:
         SkipGroup: they hold no tokens by position, or the order is not known.
@@ -153,8 +174,8 @@ def token_order(spec: Any, layer: LayerFormat) -> TokenOrder:
     return layer.order
 
 
-def kind_of_cells(spec: Any) -> str:
-    """How a token's bytes are quantized: the mode's name, or a format of its own."""
+def kind_of_cells(spec: AttentionSpec) -> str:
+    """Return how a token's bytes are quantized: a mode's name, or a special format."""
     from vllm.v1 import kv_cache_interface as interface
 
     role = getattr(spec, "cache_role", None)
@@ -169,8 +190,8 @@ def kind_of_cells(spec: Any) -> str:
     return interface.get_kv_quant_mode(stored_as).name
 
 
-def _cell_order(spec: Any) -> TokenOrder | None:
-    """The order that the spec alone tells; None if it is not known."""
+def _cell_order(spec: AttentionSpec) -> TokenOrder | None:
+    """Return the order that the spec alone tells; None if it is not known."""
     kind, cells, content = (
         type(spec).__name__,
         kind_of_cells(spec),
@@ -191,8 +212,11 @@ def _cell_order(spec: Any) -> TokenOrder | None:
     return None
 
 
-def _ds_mla_order(spec: Any) -> TokenOrder | None:
-    """DeepSeek's packed latents: V3.2's are rows, V4's lie apart from their scales."""
+def _ds_mla_order(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> TokenOrder | None:
+    """Return the order of DeepSeek's packed latents; None if it is not known.
+
+    V3.2's are rows, V4's are stored apart from their scales.
+    """
     kind, version = type(spec).__name__, spec.model_version
     content = spec.state_content_bytes if spec.dtype == torch.uint8 else None
     if version is None and content == 656 and kind in _MLA:
@@ -202,8 +226,8 @@ def _ds_mla_order(spec: Any) -> TokenOrder | None:
     return None
 
 
-def _quantization_remarks(spec: Any) -> tuple[str, ...]:
-    """What stays outside a quantized layer's cells: the scales of whole tensors."""
+def _quantization_remarks(spec: AttentionSpec) -> tuple[str, ...]:
+    """Name what a quantized layer keeps outside its cells: scales of whole tensors."""
     if kind_of_cells(spec) == "FP8_PER_TENSOR":
         return ("per-tensor KV scales (model weights, outside the cache)",)
     return ()
@@ -216,9 +240,14 @@ _Parts = list[tuple[torch.Tensor, int]]
 
 
 def _parts(
-    spec: Any, cache: torch.Tensor, num_blocks: int, order: TokenOrder
+    spec: AttentionSpec, cache: torch.Tensor, num_blocks: int, order: TokenOrder
 ) -> tuple[int, int, _Parts]:
-    """A piece's width, a token's pieces, and the views that hold them."""
+    """Return the bytes of a piece, the pieces of a token, and the views of them.
+
+    Raises:
+        SkipGroup: the cache is not laid out as the order needs it.
+
+    """
     ratio = block_ratio(cache, num_blocks)
     if order is TokenOrder.INDEXER:
         return _segments(cache, ratio, _INDEXER_SEGMENTS)
@@ -238,7 +267,7 @@ def _parts(
     return width, token_bytes // width, _cpu_tiles(cache, ratio, width)
 
 
-def _check_shape(spec: Any, cache: torch.Tensor, num_blocks: int) -> None:
+def _check_shape(spec: AttentionSpec, cache: torch.Tensor, num_blocks: int) -> None:
     """Raise `SkipGroup` unless the cache has the spec's heads and block size."""
     total, heads, tokens, _ = cache.shape
     if total // num_blocks * tokens != spec.block_size:
@@ -251,7 +280,7 @@ def _check_shape(spec: Any, cache: torch.Tensor, num_blocks: int) -> None:
 
 
 def _cpu_vectors(cache: torch.Tensor, num_blocks: int, blocks: torch.Tensor) -> _Parts:
-    """CPU attention's ``vec`` and ``vec16``: keys transposed, values in rows.
+    """View CPU attention's ``vec`` and ``vec16``: keys transposed, values in rows.
 
     The first half of a kernel block and head holds its keys as
     ``[head_size, tokens]``, the second half its values token by token.
@@ -276,7 +305,7 @@ _TILE = 16
 
 
 def _cpu_tiles(cache: torch.Tensor, ratio: int, width: int) -> _Parts:
-    """CPU attention's ``amx``: tiles of pairs, as the matrix unit takes them.
+    """View CPU attention's ``amx``: tiles of pairs, as the matrix unit takes them.
 
     Keys lie as ``[tokens / 16, head_size / 2, 16 tokens, 2 elements]``, values
     behind them as ``[head_size / 16, tokens / 2, 16 elements, 2 tokens]``. A tile of
@@ -315,7 +344,12 @@ def _cpu_tiles(cache: torch.Tensor, ratio: int, width: int) -> _Parts:
 def _segments(
     cache: torch.Tensor, ratio: int, sizes: Sequence[int]
 ) -> tuple[int, int, _Parts]:
-    """Blocks that hold a segment of every token, then the next of every token.
+    """View blocks that hold a segment of every token, then the next of every token.
+
+    Args:
+        cache: the layer's ``[B, H, N, C]`` cache.
+        ratio: kernel blocks per block.
+        sizes: bytes of a token's segments, in order.
 
     Raises:
         SkipGroup: another format, or blocks that are not dense.

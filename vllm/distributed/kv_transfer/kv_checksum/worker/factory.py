@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Create the workers' part of the feature where a configuration needs sums."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,9 +13,16 @@ from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks
 from vllm.distributed.kv_transfer.kv_checksum.worker.formats import layer_formats
 from vllm.distributed.kv_transfer.kv_checksum.worker.worker import KVChecksumWorker
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.parallel_state import GroupCoordinator
+
 
 def create_kv_checksum_worker(
-    vllm_config: Any, connector: Any, kv_caches: Mapping[str, torch.Tensor]
+    vllm_config: VllmConfig,
+    connector: KVConnectorBase_V1,
+    kv_caches: Mapping[str, torch.Tensor],
 ) -> KVChecksumWorker | None:
     """Create the worker's part and hand it to the connector.
 
@@ -21,7 +30,7 @@ def create_kv_checksum_worker(
 
     Args:
         vllm_config: vLLM's configuration.
-        connector: this worker's connector, of which nothing is read with checksums off.
+        connector: this worker's connector; nothing of it is read with checksums off.
         kv_caches: per layer name, its cache.
 
     """
@@ -42,15 +51,15 @@ def create_kv_checksum_worker(
         uniform_kv_heads=_uniform_kv_heads(vllm_config),
         formats=layer_formats(vllm_config, kv_caches),
     )
-    # All ranks decide alike what is stored: a value is one of all of them or of none.
+    # All ranks decide alike what is stored: checksums are stored by all or by none.
     for group in (tp, get_pp_group()):
         worker.skipped_anywhere = _of_all_ranks(worker.skipped_anywhere, group)
     connector.set_kv_checksum_worker(worker)
     return worker
 
 
-def _of_all_ranks(skipped: dict[int, str], group: Any) -> dict[int, str]:
-    """What the ranks of a process group skip, all together."""
+def _of_all_ranks(skipped: dict[int, str], group: GroupCoordinator) -> dict[int, str]:
+    """Merge the skipped groups of all ranks of a process group: reasons by group id."""
     if group.world_size == 1:
         return skipped
     found: list[Any] = [None] * group.world_size
@@ -58,8 +67,8 @@ def _of_all_ranks(skipped: dict[int, str], group: Any) -> dict[int, str]:
     return {i: reason for one in reversed(found) for i, reason in one.items()}
 
 
-def _uniform_kv_heads(vllm_config: Any) -> int | None:
-    """The KV head count that every layer, a draft model's too, shares, or None."""
+def _uniform_kv_heads(vllm_config: VllmConfig) -> int | None:
+    """Return the KV head count that all layers share, a draft model's too, or None."""
     model = vllm_config.model_config
     heads = model.get_total_num_kv_heads()
     if model.model_arch_config.per_layer_overrides:

@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What vLLM's attention layers tell of how their caches are kept and read.
+"""Ask vLLM's attention layers how their caches are kept and read.
 
 A layer's backend decides how it fills a block, and its ``kv_cache_dtype`` what the
 bytes mean; neither is in its spec. `BACKENDS` lists the backends whose blocks were
-seen written (`test_writers.py`); what is not in it is not covered.
+seen written (`test_writers.py`); others are not covered.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.platforms import current_platform
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
 
 class TokenOrder(Enum):
-    """In which order a block holds the bytes of its tokens."""
+    """Orders in which a block holds the bytes of its tokens."""
 
     ROWS = "a token's bytes in a row, per head"
     CPU_VECTORS = "keys as [head_size, tokens], values in rows"
@@ -29,14 +35,14 @@ class TokenOrder(Enum):
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How one layer keeps its cache; the defaults leave it to the spec.
+    """The way in which one layer keeps its cache; the defaults leave it to the spec.
 
     Attributes:
-        backend: the class that reads and writes it, for messages.
-        cells: the kinds of cells that were seen written by it (`BACKENDS`).
-        order: its own order of tokens.
-        cache_dtype: what the cache's bytes are, unless the spec's dtype says it.
-        unknown: why the order is not known.
+        backend: name of the class that reads and writes the cache, for messages.
+        cells: the kinds of cells that the backend was seen writing (`BACKENDS`).
+        order: the backend's own order of tokens, if it has one.
+        cache_dtype: format of the cache's elements, unless the spec's dtype tells it.
+        unknown: why the order is not known, or None.
 
     """
 
@@ -94,7 +100,7 @@ BACKENDS: Mapping[str, frozenset[str]] = {
     _MLA + "indexer.DeepseekV32IndexerBackend": frozenset({"INDEXER"}),
     _MLA + "sparse_swa.DeepseekSparseSWABackend": frozenset({"FP8_DS_MLA"}),
 }
-"""By the class of the backend, the kinds of cells (`cells.kind_of_cells`) that were
+"""By the class of the backend, the kinds of cells (`attention.kind_of_cells`) that were
 seen written. Packed cells of a kind have one format, whatever the backend."""
 
 _SUBCLASS_MAY_SET = {"get_builder_cls"}
@@ -103,7 +109,7 @@ chunked-local attention and for attention sinks."""
 
 
 def backend_class(backend: type) -> type:
-    """The class that decides how `backend` fills blocks: itself, or a base."""
+    """Return the class that decides how `backend` fills blocks: itself, or a base."""
     while True:
         own = {key for key in vars(backend) if not key.startswith(("__", "_abc_"))}
         if not own <= _SUBCLASS_MAY_SET or backend.__base__ in (None, object):
@@ -112,9 +118,9 @@ def backend_class(backend: type) -> type:
 
 
 def layer_formats(
-    vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]
+    vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, LayerFormat]:
-    """How each layer keeps its cache, by layer name."""
+    """Return how each layer keeps its cache, by layer name."""
     layers = vllm_config.compilation_config.static_forward_context
     return {
         name: layer_format(vllm_config, name, layers.get(name), cache)
@@ -123,9 +129,17 @@ def layer_formats(
 
 
 def layer_format(
-    vllm_config: Any, name: str, layer: Any, cache: torch.Tensor
+    vllm_config: VllmConfig, name: str, layer: AttentionLayerBase, cache: torch.Tensor
 ) -> LayerFormat:
-    """How one layer keeps its cache."""
+    """Return how one layer keeps its cache.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        name: the layer's name.
+        layer: vLLM's layer, or None if there is none of that name.
+        cache: the layer's ``[B, H, N, C]`` cache.
+
+    """
     if layer is None or not hasattr(layer, "get_attn_backend"):
         return LayerFormat(unknown=f"{name!r} is no layer that names its backend")
     found = backend_class(layer.get_attn_backend())
@@ -160,15 +174,15 @@ _CACHE_DTYPES = frozenset(
         "int8_per_token_head",
     }
 )
-"""What a cache's bytes may be. Platforms register others (`KVCacheDTypeHandler`),
-which look like one of these modes and need not be stored like it."""
+"""The known cache dtypes. Platforms register others (`KVCacheDTypeHandler`), which
+look like one of these modes and need not be stored like it."""
 
 
 def element_format(cache_dtype: str | None) -> str | None:
-    """What a cache's bytes mean, or None if the spec's dtype and mode say it.
+    """Return the format of a cache's elements, or None if the spec tells it.
 
-    "auto" and a dtype that was asked for by name are the spec's dtype; "fp8" is what
-    the platform makes of it.
+    "auto" and a dtype that was asked for by name are the spec's dtype; "fp8" is the
+    platform's own fp8 format.
     """
     if cache_dtype is None or not cache_dtype.startswith("fp8"):
         return None
@@ -180,8 +194,14 @@ def element_format(cache_dtype: str | None) -> str | None:
     return float8 if cache_dtype in ("fp8", "fp8_e4m3") else f"{cache_dtype} {float8}"
 
 
-def cache_dtype_of(layer: Any, asked: str | None) -> str | None:
-    """The element format of a layer's cache, an indexer's with that of its scales."""
+def cache_dtype_of(layer: AttentionLayerBase, asked: str | None) -> str | None:
+    """Return the element format of a layer's cache; an indexer's names its scales too.
+
+    Args:
+        layer: vLLM's layer.
+        asked: the layer's ``kv_cache_dtype``, or None if it has none.
+
+    """
     if not hasattr(layer, "uses_shuffled_layout"):
         return element_format(asked)
     try:
@@ -199,19 +219,19 @@ _CPU_ORDERS = {
     "vec16": (TokenOrder.CPU_VECTORS, (2, 4)),
     "amx": (TokenOrder.CPU_TILES, (1, 2)),
 }
-"""By variant of vLLM's CPU attention, what was seen written: the order, and for which
-widths of an element in bytes."""
+"""By variant of vLLM's CPU attention, the order that was seen written, and the widths
+of an element, in bytes, for which it was."""
 
 
 def cpu_order(
-    vllm_config: Any, layer: Any, cache: torch.Tensor
+    vllm_config: VllmConfig, layer: AttentionLayerBase, cache: torch.Tensor
 ) -> tuple[TokenOrder | None, str | None]:
-    """CPU attention's order of tokens, or why it is not known."""
+    """Return CPU attention's order of tokens, or else why it is not known."""
     isa = getattr(layer, "isa", None)
     if isa is None:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        # As vLLM's metadata builder asks it, before it tells the layers.
+        # vLLM's metadata builder calls this alike, before it sets the layers' `isa`.
         isa = _get_attn_isa(
             vllm_config.model_config.dtype,
             cache.shape[2],
@@ -229,8 +249,11 @@ def cpu_order(
 # ---- sparse indexers
 
 
-def indexer_problem(layer: Any, cache: torch.Tensor) -> str | None:
-    """Why a sparse indexer's blocks are not values, then scales; None if they are."""
+def indexer_problem(layer: AttentionLayerBase, cache: torch.Tensor) -> str | None:
+    """Return why a sparse indexer's blocks are not values, then scales, or None.
+
+    None stands for blocks that are, and for layers that are no sparse indexer.
+    """
     shuffled = getattr(layer, "uses_shuffled_layout", None)
     if shuffled is None:
         return None

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""KV cache groups: which layers count, how they are numbered, what is skipped."""
+"""Build the views of KV cache groups: choose and number layers, or skip the group."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,18 +29,21 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     module_of,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
 _BY_SPEC = LayerFormat()
 
 
 def build_group(
     group_id: int,
-    group: Any,
+    group: KVCacheGroupSpec,
     caches: Mapping[str, torch.Tensor],
     num_blocks: int,
     shard: Sharding,
     formats: Mapping[str, LayerFormat],
 ) -> GroupView | None:
-    """The views of one KV cache group; None if none of its layers are here.
+    """Build the views of one KV cache group; return None if no layers of it are here.
 
     A worker's group names the layers of this worker alone, aliases of shared caches
     included, so each of them must have a cache.
@@ -46,8 +51,17 @@ def build_group(
     Several caches of one layer module number their heads one after another in
     layer-name order, the next behind the global heads of the one before.
 
+    Args:
+        group_id: the group's id.
+        group: the worker's description of the group.
+        caches: per layer name, its ``[B, H, N, C]`` cache.
+        num_blocks: blocks in each cache.
+        shard: this rank's part of the model.
+        formats: per layer name, how the layer keeps its cache; a layer that is
+            missing is read by its spec alone.
+
     Raises:
-        SkipGroup: the group cannot be checksummed.
+        SkipGroup: the group cannot be summed.
 
     """
     names = group.layer_names
@@ -95,12 +109,19 @@ def build_group(
 
 
 def _owner_specs(
-    names: list[str], group_spec: Any, caches: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Specs by layer name in (number, name) order, aliases of one cache left out."""
+    names: list[str], group_spec: KVCacheSpec, caches: Mapping[str, torch.Tensor]
+) -> dict[str, KVCacheSpec]:
+    """Return specs by layer name, in (number, name) order, without aliases.
+
+    An alias shares a cache with a layer that comes before it.
+
+    Raises:
+        SkipGroup: two modules have one layer number, or a layer has no spec.
+
+    """
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     modules: dict[int, str] = {}
-    specs: dict[str, Any] = {}
+    specs: dict[str, KVCacheSpec] = {}
     for name in sorted(names, key=lambda n: (layer_number(n), n)):
         cache = caches[name]
         place = (cache.data_ptr(), tuple(cache.shape), tuple(cache.stride()))
@@ -118,9 +139,10 @@ def _owner_specs(
     return specs
 
 
-def describe_group(group: Any) -> str:
-    """A group's spec types and number of layers, for log lines."""
-    spec = group.kv_cache_spec
-    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()
+def describe_group(group: KVCacheGroupSpec) -> str:
+    """Format a group's spec types and number of layers for log lines."""
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    specs = iter_layer_specs(group.kv_cache_spec)
     kinds = sorted({type(spec).__name__ for spec in specs})
     return f"{'/'.join(kinds)}, {len(group.layer_names)} layers"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The rows of one step: which units are summed, for all requests at once."""
+"""Build the rows of one step: the units to sum, for all requests at once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,17 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import GroupView
 
 
 @dataclass
-class Part:
-    """Where one request's sums of one group lie in the copied buffer.
+class RowSpan:
+    """The rows of the copied buffer that hold one request's sums of one group.
 
-    `start` is the first unit's number in the request. With `stored`, the buffer's last
-    column holds what was stored with the units' blocks.
+    Attributes:
+        req_id: the request.
+        group: the group that is summed.
+        start: number of the first unit in the request.
+        rows: the units' rows, one each.
+        stored: whether the buffer's last column holds the block checksums that were
+            stored with the units' blocks.
+
     """
 
     req_id: str
@@ -32,17 +38,26 @@ class Part:
 
 def build_rows(
     groups: Mapping[int, GroupView], work: Mapping[str, KVChecksumBlocks]
-) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[Part]]:
-    """Rows of all groups: int64 ``(3, n)`` of unit, first token, valid tokens.
+) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[RowSpan]]:
+    """Build the rows of all groups, as `SumRows` takes them.
 
-    A block's units are as many rows, one behind the other; a unit's number is that in
-    its block plus the units of all blocks of lower ids. Each group starts at an even
-    column, so that reads of it stay 16-byte aligned. A request without blocks of a
-    group has a part of no rows.
+    A block's units follow one another; a unit's number is that in its block plus the
+    units of all blocks of lower ids. Each group starts at an even column, so that
+    reads of it stay 16-byte aligned. A request whose blocks of a group are none has a
+    span of no rows.
+
+    Args:
+        groups: the groups that are summed here, by id.
+        work: the blocks to sum, by request id.
+
+    Returns:
+        Rows, int64 ``(3, n)``: unit, first token, valid tokens; the columns of each
+        group; and those of each group and request.
+
     """
     tables: list[np.ndarray] = []
     segments: list[tuple[GroupView, slice]] = []
-    parts: list[Part] = []
+    parts: list[RowSpan] = []
     at = 0
     for group_id, group in groups.items():
         found = [
@@ -54,7 +69,7 @@ def build_rows(
             continue
         req_ids, num_tokens, starts, ids = zip(*found, strict=True)
         per_block = group.units_per_block
-        # No blocks are no rows, and no list of an unknown type.
+        # Without a dtype, an empty list would become an array of floats.
         ids = [np.asarray(i, np.int64) for i in ids]
         lengths = np.array([len(i) for i in ids]) * per_block
         starts = np.array(starts) * per_block
@@ -74,7 +89,7 @@ def build_rows(
             segments.append((group, slice(at, at + total)))
         begins = (at + ends - lengths).tolist()
         parts += [
-            Part(req_id, group, start, slice(begin, begin + length))
+            RowSpan(req_id, group, start, slice(begin, begin + length))
             for req_id, start, begin, length in zip(
                 req_ids, starts.tolist(), begins, lengths.tolist(), strict=True
             )
@@ -84,18 +99,20 @@ def build_rows(
     return rows, segments, parts
 
 
-def entry_rows(
-    runs: Sequence[BlockRun], parts: Sequence[Part], num_rows: int
+def block_checksum_rows(
+    runs: Sequence[BlockRun], parts: Sequence[RowSpan], num_rows: int
 ) -> tuple[np.ndarray, int]:
-    """What makes entries of the runs' sums, and how many entries there are.
-
-    Rows of int64 ``(3, num_rows)``: per unit the number of its entry (that behind the
-    last one where there is no unit); per entry its block id, and its tag.
+    """Build the rows that turn the runs' sums into block checksums.
 
     Args:
-        runs: the blocks to fill entries for.
-        parts: where each run's units lie; its request id is the run's number.
+        runs: the blocks whose block checksums are filled in.
+        parts: the rows of each run's units; the request id is the run's number.
         num_rows: the number of rows that are summed, padding included.
+
+    Returns:
+        Rows, int64 ``(3, num_rows)``: per unit the number of its block checksum (where
+        there is no unit, one past the last); per block checksum its block id, and its
+        tag. And the number of block checksums.
 
     """
     number = sum(len(run.block_ids) for run in runs)
@@ -103,11 +120,11 @@ def entry_rows(
     at = 0
     for part in parts:
         run = runs[int(part.req_id)]
-        entries = slice(at, at + len(run.block_ids))
+        checksums = slice(at, at + len(run.block_ids))
         units = rows[0, part.rows].reshape(-1, part.group.units_per_block)
-        units[:] = np.arange(entries.start, entries.stop)[:, None]
-        rows[1, entries] = run.block_ids
+        units[:] = np.arange(checksums.start, checksums.stop)[:, None]
+        rows[1, checksums] = run.block_ids
         tags = block_checksum_tags(run.block_hashes, part.group.fingerprint)
-        rows[2, entries] = tags.view(np.int64)
-        at = entries.stop
+        rows[2, checksums] = tags.view(np.int64)
+        at = checksums.stop
     return rows, number

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""States of Mamba-like layers as slices.
+"""Read the states of Mamba-like layers as slices.
 
 A block of such a layer holds no tokens but one int8 page that packs the layer's
 states from the page's start. Covered: the first two states, or the only one. Not
@@ -15,10 +15,12 @@ value, whatever the TP size and the conv state's layout. Where it does not say, 
 covered bytes are one slice per TP shard, comparable at equal TP sizes alone.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,11 +37,14 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     slice_factors,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MambaStateSplit
+
 COVERED_STATES = 2
 
 
-def is_state_spec(spec: Any) -> bool:
-    """Whether blocks of this spec hold states instead of tokens."""
+def is_state_spec(spec: KVCacheSpec) -> bool:
+    """Tell whether blocks of this spec hold states instead of tokens."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return isinstance(spec, MambaSpec)
@@ -47,7 +52,10 @@ def is_state_spec(spec: Any) -> bool:
 
 @dataclass
 class _Rows:
-    """Neighbouring rows with consecutive numbers and one replica key."""
+    """Neighbouring rows with consecutive numbers and one replica key.
+
+    `first_local` is the first row's index along the split axis on this rank.
+    """
 
     first_local: int
     numbers: range
@@ -56,16 +64,24 @@ class _Rows:
 
 def state_slices(
     name: str,
-    spec: Any,
+    spec: MambaSpec,
     cache: torch.Tensor,
     num_blocks: int,
     shard: Sharding,
     first_row: int,
 ) -> LayerSlices:
-    """Slices of a layer's states; `first_row` numbers its first global row.
+    """Build the slices of a layer's states.
+
+    Args:
+        name: the layer's name.
+        spec: the layer's own KV cache spec.
+        cache: the layer's ``[B, 1, 1, page bytes]`` cache.
+        num_blocks: blocks in the cache.
+        shard: this rank's part of the model.
+        first_row: number of the layer's first global row.
 
     Raises:
-        SkipGroup: the layer cannot be checksummed.
+        SkipGroup: the layer cannot be summed.
 
     """
     states = list(zip(spec.shapes, spec.dtypes, strict=True))
@@ -85,14 +101,14 @@ def state_slices(
 
 def _whole_slices(
     name: str,
-    spec: Any,
+    spec: MambaSpec,
     cache: torch.Tensor,
     covered: Sequence[tuple[tuple[int, ...], torch.dtype]],
     size: int,
     shard: Sharding,
     first_row: int,
 ) -> LayerSlices:
-    """The covered bytes as one slice per TP shard."""
+    """Build one slice per TP shard, of all `size` covered bytes."""
     width = piece_width(size)
     replicas = shard.tp_size if spec.tp_replicated else 1
     page = cache.stride(0) * cache.element_size()
@@ -112,13 +128,13 @@ def _whole_slices(
 
 def _split_slices(
     name: str,
-    spec: Any,
+    spec: MambaSpec,
     cache: torch.Tensor,
     covered: Sequence[tuple[tuple[int, ...], torch.dtype]],
     shard: Sharding,
     first_row: int,
 ) -> LayerSlices:
-    """Slices by global rows, as the layer's state splits tell."""
+    """Build slices by global rows, as the layer's state splits tell."""
     if len(spec.state_splits) != len(covered):
         raise SkipGroup(
             f"{len(spec.state_splits)} splits for {len(covered)} states",
@@ -151,8 +167,8 @@ def _split_slices(
     return slices
 
 
-def _steps(shape: tuple[int, ...], split: Any) -> tuple[int, int]:
-    """Elements from one row to the next, and from one of a row's elements to the next.
+def _steps(shape: tuple[int, ...], split: MambaStateSplit) -> tuple[int, int]:
+    """Return the steps between rows and between a row's elements, in elements.
 
     Raises:
         SkipGroup: the split does not match the shape, or no stride reads a row.
@@ -176,12 +192,15 @@ def _steps(shape: tuple[int, ...], split: Any) -> tuple[int, int]:
 def _global_rows(
     segments: Sequence[tuple[int, int]], shard: Sharding, first_row: int
 ) -> tuple[list[_Rows], int]:
-    """This rank's rows in runs, and the number of rows of all ranks.
+    """Return this rank's rows in runs, and the number of rows of all ranks.
 
     Args:
         segments: (local size, ranks that hold the same rows) along the split axis.
         shard: this rank's part of the model.
         first_row: number of the first row, over all states of the layer.
+
+    Raises:
+        SkipGroup: replicas do not divide the TP ranks.
 
     """
     runs: list[_Rows] = []
@@ -204,9 +223,9 @@ def _global_rows(
 
 
 def _identity(
-    shape: tuple[int, ...], dtype: torch.dtype, split: Any, shard: Sharding
+    shape: tuple[int, ...], dtype: torch.dtype, split: MambaStateSplit, shard: Sharding
 ) -> str:
-    """A state as an unsharded layer has it: segments, other dims, dtype."""
+    """Describe a state as an unsharded layer has it: segments, other dims, dtype."""
     segments = [size * shard.tp_size // replicas for size, replicas in split.segments]
     others = [dim for axis, dim in enumerate(shape) if axis != split.axis]
     return f"{segments}{others}{dtype};"

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Views of caches: what a layer's slices are made of.
+"""View caches as the pieces of slices, in the checksum's order.
 
 A `LayerView` reads a layer's cache in the checksum's order, token by token,
 whatever its memory layout. A group with a layer that cannot be read so is
 skipped whole, with its reason: never a silently wrong subset. Attention layers
-are in `cells`, states in `mamba`, groups in `groups`.
+are in `attention`, states in `states`, groups in `groups`.
 """
+
+from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,14 +24,17 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     unit_size,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
 PIECE_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 _ELEMENT_DTYPES = {**PIECE_DTYPES, 1: torch.uint8}
-"""Where a piece's bytes lie apart, what is read may be narrower than a piece."""
+"""If a piece is not contiguous in memory, the elements that are read are narrower."""
 
 
 class SkipGroup(Exception):
-    """A group cannot be checksummed; the message is the category and the reason."""
+    """Raised for a group that cannot be summed; the message is category and reason."""
 
     def __init__(self, reason: str, category: Skipped = Skipped.MEMORY_LAYOUT) -> None:
         super().__init__(f"{category.value}: {reason}")
@@ -40,17 +45,18 @@ class LayerView:
     """One layer's cache, or a part of it, read as pieces.
 
     Attributes:
+        name: the layer's name.
         blocks: integer view of shape ``(num_blocks, kernel blocks per block,
-            heads, tokens per kernel block, pieces)``, of any strides. Where a
-            piece's bytes lie apart, the last dim counts narrower elements, and
-            consecutive ones make a piece.
+            heads, tokens per kernel block, pieces)``, of any strides. If a piece is
+            not contiguous in memory, the last dim holds narrower elements; each run
+            of `elements_per_piece` of them forms one piece.
         piece_bytes: width of a piece (8, 4 or 2).
         pieces: pieces per token and head, of the whole layer.
         factors: signed int64 tensor ``(heads,)``: the factors ``m`` of
             consecutive slices.
-        replica_key: which copy of the layer this rank holds.
+        replica_key: the copy of the layer that this rank holds.
         first_piece: number, within a token, of the first piece that `blocks`
-            holds; a token whose bytes lie apart is read as several views.
+            holds; a token that is not contiguous is read as several views.
         units: `blocks` by units, see `units_of`.
 
     """
@@ -69,7 +75,7 @@ class LayerView:
 
     @property
     def elements_per_piece(self) -> int:
-        """1 unless a piece's bytes lie apart."""
+        """Return the elements of a piece: 1 unless it is not contiguous in memory."""
         return self.piece_bytes // self.blocks.element_size()
 
     @property
@@ -85,13 +91,13 @@ before), position in the request of its first token, number of its tokens that c
 
 @dataclass
 class LayerSlices:
-    """One layer's views and what its group needs to know of them.
+    """One layer's views, and the facts about them that its group needs.
 
     Attributes:
-        views: how its bytes are read.
+        views: the views that read the layer.
         heads: KV heads (for states: rows) of the unsharded layer.
-        identity: what the fingerprint says of it besides its name and spec type.
-        equal_tp: parts of other TP sizes do not add up to the same value.
+        identity: the layer's part of the fingerprint besides its name and spec type.
+        equal_tp: whether only parts of one TP size add up to the same value.
         remarks: parts of the layer that are not covered.
 
     """
@@ -108,13 +114,14 @@ class GroupView:
     """The layers of one KV cache group on this worker.
 
     Attributes:
+        group_id: the KV cache group's id.
         block_size: tokens per block; 1 where a block holds a state, which counts
             as one token.
-        layers: their views; a layer may have several.
+        layers: the layers' views; a layer may have several.
         fingerprint: sum mod 2**64 of the layers' hashes.
-        replica_keys: which copies of layers this worker holds.
-        equal_tp: comparable only between instances of equal TP size.
-        remarks: what of the layers is not covered.
+        replica_keys: the copies of layers that this worker holds, ascending.
+        equal_tp: whether sums compare only between instances of equal TP size.
+        remarks: parts of the layers that are not covered.
 
     """
 
@@ -137,7 +144,7 @@ class GroupView:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where this worker stands.
+    """This worker's part of the model.
 
     `uniform_kv_heads` is the model's KV head count if every layer shares it.
     """
@@ -148,7 +155,7 @@ class Sharding:
 
 
 def layer_number(name: str) -> int:
-    """The one number in a layer's name.
+    """Return the one number in a layer's name.
 
     Raises:
         SkipGroup: the name has none or several.
@@ -164,26 +171,33 @@ def layer_number(name: str) -> int:
 
 
 def module_of(name: str) -> str:
-    """The layer module a cache belongs to: its name up to the layer number."""
+    """Return the module that a cache belongs to: its name up to the layer number."""
     parts = name.split(".")
     at = next(i for i, part in enumerate(parts) if part.isdecimal())
     return ".".join(parts[: at + 1])
 
 
-def layer_hash(name: str, spec: Any, identity: str) -> int:
-    """A layer's share of the fingerprint; stable across machines and versions."""
+def layer_hash(name: str, spec: KVCacheSpec, identity: str) -> int:
+    """Hash a layer for the fingerprint: 64 bits, the same on any machine or version."""
     text = f"{name}|{type(spec).__name__}|{identity}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def layer_spec(group_spec: Any, name: str) -> Any:
-    """A layer's own spec, or None for an alias that a uniform-type spec lacks."""
-    specs = getattr(group_spec, "kv_cache_specs", None)
-    return group_spec if specs is None else specs.get(name)
+def layer_spec(group_spec: KVCacheSpec, name: str) -> KVCacheSpec | None:
+    """Return a layer's own spec; None for an alias that a uniform-type spec lacks."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    if isinstance(group_spec, UniformTypeKVCacheSpecs):
+        return group_spec.kv_cache_specs.get(name)
+    return group_spec
 
 
-def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
-    """This rank's replica key and its first global head of a layer.
+def head_placement(spec: AttentionSpec, shard: Sharding) -> tuple[ReplicaKey, int]:
+    """Return this rank's replica key and its first global head of a layer.
+
+    vLLM splits KV heads over the TP ranks and replicates them where ranks are more
+    than heads. `max_tp_shards`, where a spec declares it, is the number of ranks that
+    hold different heads; MLA latents are held whole by every rank.
 
     Raises:
         SkipGroup: the spec does not tell how many ranks hold the same heads.
@@ -209,7 +223,7 @@ def head_placement(spec: Any, shard: Sharding) -> tuple[ReplicaKey, int]:
 
 
 def piece_width(token_bytes: int) -> int:
-    """Bytes of a piece, given the bytes of one token and head.
+    """Return the bytes of a piece, given the bytes of one token and head.
 
     Raises:
         SkipGroup: the token is no whole number of pieces.
@@ -255,7 +269,7 @@ def read_as(
 
 
 def block_ratio(cache: torch.Tensor, num_blocks: int) -> int:
-    """Kernel blocks per block of a ``[B, H, N, C]`` cache.
+    """Return the kernel blocks per block of a ``[B, H, N, C]`` cache.
 
     Raises:
         SkipGroup: it does not hold `num_blocks` blocks of contiguous cells.
@@ -274,7 +288,7 @@ def block_ratio(cache: torch.Tensor, num_blocks: int) -> int:
 def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tensor:
     """View a ``[B, H, N, C]`` cache as integers of `width` bytes, without a copy.
 
-    Returns shape ``(num_blocks, B / num_blocks, H, N, C bytes / width)``.
+    The view has the shape ``(num_blocks, B / num_blocks, H, N, C bytes / width)``.
 
     Raises:
         SkipGroup: blocks or strides do not fit.
@@ -291,8 +305,9 @@ def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tens
 def units_of(blocks: torch.Tensor) -> torch.Tensor:
     """View a `LayerView`'s blocks by units, without a copy.
 
-    Returns shape ``(num_blocks, kernel blocks, units, parts of a unit, heads, tokens,
-    pieces)``: a kernel block holds several units, or a unit is made of several.
+    The view has the shape ``(num_blocks, kernel blocks, units, parts of a unit, heads,
+    tokens, pieces)``: a kernel block holds one or several units, or a unit is made of
+    several kernel blocks, its parts.
 
     Raises:
         SkipGroup: neither is the case.
@@ -302,7 +317,7 @@ def units_of(blocks: torch.Tensor) -> torch.Tensor:
     block, part, head, token, piece = blocks.stride()
     size = unit_size(ratio * tokens)
     if part == tokens * token:
-        # Kernel blocks follow one another like tokens.
+        # The tokens of a kernel block follow those of the one before it.
         ratio, tokens = 1, ratio * tokens
     if tokens % size == 0:
         shape = (number, ratio, tokens // size, 1, heads, size, pieces)
@@ -318,8 +333,10 @@ def units_of(blocks: torch.Tensor) -> torch.Tensor:
     raise SkipGroup(f"kernel blocks of {tokens} tokens and units of {size} do not nest")
 
 
-def slice_factors(layer: int, heads: Iterable[int], device: Any) -> torch.Tensor:
-    """The factors of a layer's heads, as signed int64 on `device`."""
+def slice_factors(
+    layer: int, heads: Iterable[int], device: torch.device
+) -> torch.Tensor:
+    """Return the factors of a layer's heads, signed int64 ``(heads,)`` on `device`."""
     values = [slice_factor(layer, head) for head in heads]
     signed = [v - 2**64 if v >= 2**63 else v for v in values]
     return torch.tensor(signed, dtype=torch.int64, device=device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A request's life on a worker: what is summed, when, and how it reaches the host.
+"""Sum a request's blocks on a worker and bring the sums to the host.
 
 Nothing here waits for the device on the engine step. Sums are added up on the
 device; the worker's own stream copies them to pinned memory, and whoever needs
@@ -8,9 +8,11 @@ them first (the pickling thread, or the scheduler in the same process) waits for
 that copy's event.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,9 +36,9 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import (
     select_backend,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker.rows import (
-    Part,
+    RowSpan,
+    block_checksum_rows,
     build_rows,
-    entry_rows,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     GroupView,
@@ -47,6 +49,9 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
 from vllm.logger import init_logger
 from vllm.utils import torch_utils
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 __all__ = [
     "KVChecksumOutput",
     "KVChecksumWorker",
@@ -56,19 +61,26 @@ logger = init_logger(__name__)
 
 
 @dataclass
-class _Pending:
-    """Sums on their way to the host.
+class PendingCopy:
+    """Sums that are being copied to the host, and the record that they complete.
 
-    `device` keeps the device buffer alive until `event` has passed.
+    Attributes:
+        record: the worker's report, without the sums.
+        parts: the rows of each request and group.
+        host: int64 ``(rows, columns)``, the destination of the copy.
+        device: the source of the copy, kept alive until `event` has passed.
+        event: passes when the copy is complete; None if nothing had to be copied.
+
     """
 
     record: KVChecksumRecord
-    parts: list[Part]
+    parts: list[RowSpan]
     host: torch.Tensor
     device: torch.Tensor
-    event: Any = None
+    event: torch.cuda.Event | None = None
 
     def finalize(self) -> KVChecksumRecord:
+        """Wait for the copy and return the completed record."""
         if self.event is not None:
             self.event.synchronize()
         values = self.host.numpy().view(np.uint64)
@@ -90,40 +102,42 @@ class KVChecksumOutput:
     Pickles as its records; `finalize` may be called from any thread, repeatedly.
     """
 
-    def __init__(self, entries: "list[_Pending | KVChecksumRecord]") -> None:
-        self._entries = entries
+    def __init__(self, records: list[PendingCopy | KVChecksumRecord]) -> None:
+        self._records = records
 
     def finalize(self) -> list[KVChecksumRecord]:
-        """Wait for the copies; the records."""
-        self._entries = [
-            e.finalize() if isinstance(e, _Pending) else e for e in self._entries
+        """Wait for the copies and return the records."""
+        self._records = [
+            r.finalize() if isinstance(r, PendingCopy) else r for r in self._records
         ]
-        return list(self._entries)  # type: ignore[arg-type]
+        return list(self._records)  # type: ignore[arg-type]
 
-    def aggregate(self, other: "KVChecksumOutput | None") -> "KVChecksumOutput":
-        """Both outputs' records in a new output, without waiting."""
-        return KVChecksumOutput(self._entries + (other._entries if other else []))
+    def aggregate(self, other: KVChecksumOutput | None) -> KVChecksumOutput:
+        """Return a new output with the records of both, without waiting."""
+        return KVChecksumOutput(self._records + (other._records if other else []))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[list[KVChecksumRecord]]]:
         return KVChecksumOutput, (self.finalize(),)
 
 
 class KVChecksumWorker:
     """Sums KV blocks of this worker's layers.
 
+    Groups that cannot be summed are in `skipped`, with their reasons, and are logged.
+
     Args:
         kv_cache_config: vLLM's KV cache configuration of this worker.
         kv_caches: per layer name, its ``[B, H, N, C]`` cache.
-        tp_rank, tp_size, pp_rank: where this worker stands.
+        tp_rank, tp_size, pp_rank: this worker's place in the instance.
         uniform_kv_heads: the model's KV head count if every layer shares it.
-        formats: per layer name, how vLLM's layer keeps its cache; of layers that are
-            not in it their specs alone tell.
+        formats: per layer name, how vLLM's layer keeps its cache; a layer that is
+            missing is read by its spec alone.
 
     """
 
     def __init__(
         self,
-        kv_cache_config: Any,
+        kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor],
         *,
         tp_rank: int,
@@ -135,7 +149,7 @@ class KVChecksumWorker:
         self.tp_rank, self.pp_rank = tp_rank, pp_rank
         self.groups: dict[int, GroupView] = {}
         self.skipped: dict[int, str] = {}
-        # Those that any worker of the instance skips, once that is known.
+        # All groups that any worker of the instance skips, once that is known.
         self.skipped_anywhere = self.skipped
         shard = Sharding(tp_rank, tp_size, uniform_kv_heads)
         for group_id in kv_cache_config.transfer_group_ids:
@@ -155,7 +169,7 @@ class KVChecksumWorker:
             if view is not None:
                 self.groups[group_id] = view
         self._num_blocks: int = kv_cache_config.num_blocks
-        # One entry per block, of the groups whose checksums are stored.
+        # One block checksum per block of the groups whose checksums are stored.
         self._block_checksums: torch.Tensor | None = None
         self._stored_groups: frozenset[int] = frozenset()
         device = next(iter(kv_caches.values())).device if kv_caches else "cpu"
@@ -163,7 +177,7 @@ class KVChecksumWorker:
         self._copy_stream = (
             None if self.device.type == "cpu" else torch.cuda.Stream(self.device)
         )
-        self._prepare(select_backend(self.device))
+        self._prepare(select_backend(self.device, _max_gather_bytes()))
         self._columns = max(
             (len(g.replica_keys) for g in self.groups.values()), default=1
         )
@@ -171,10 +185,10 @@ class KVChecksumWorker:
         self._recvs: dict[str, KVChecksumBlocks] = {}
         self._started: set[str] = set()
         self._equal_tp = frozenset(i for i, g in self.groups.items() if g.equal_tp)
-        self._say_what_is_covered(kv_cache_config, tp_size)
+        self._log_coverage(kv_cache_config, tp_size)
 
-    def _say_what_is_covered(self, kv_cache_config: Any, tp_size: int) -> None:
-        """One line for what is covered, one for what is not (startup)."""
+    def _log_coverage(self, kv_cache_config: KVCacheConfig, tp_size: int) -> None:
+        """Log at startup one line on what is covered and one on what is not."""
         here = f"PP rank {self.pp_rank}, TP rank {self.tp_rank}"
         kinds = {
             i: describe_group(kv_cache_config.kv_cache_groups[i])
@@ -199,10 +213,11 @@ class KVChecksumWorker:
             )
 
     def _prepare(self, prepare: Prepare) -> None:
-        """Make what sums each group's layers, by column (replica key).
+        """Build the summing functions of every group, one per replica key, and compile.
 
-        One row of which nothing counts compiles what it needs, so that no step
-        waits for that; layers of one shape share a compiled variant.
+        A replica key is a column of the sums. Each function is called on one row of
+        which no token counts, which compiles the kernels that it needs, so that no
+        step waits for that; layers of one shape share a compiled variant.
         """
         rows = torch.zeros((3, 1), dtype=torch.int64, device=self.device)
         out = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
@@ -216,7 +231,7 @@ class KVChecksumWorker:
                 self._sums[group_id].append((column, sum_rows))
 
     def bind(self, scheduled: KVChecksumScheduled | None) -> None:
-        """Take over what the scheduler asks of this step. Once per step."""
+        """Take over the blocks that the scheduler asks for. Call this once per step."""
         self._sends, self._started = {}, set()
         if scheduled is not None:
             self._sends = scheduled.reqs_to_send
@@ -238,13 +253,17 @@ class KVChecksumWorker:
             finished_recving: requests whose load this worker reports finished.
             failed_recving: those of them whose load failed.
             finished_req_ids: requests that ended since the last step.
-            defer_sends: the drafter still writes KV; `finalize_step` follows.
+            defer_sends: whether the drafter still writes KV and `finalize_step`
+                follows.
             received: payloads that the connector received, by request id.
+
+        Returns:
+            The records of this step so far, or None if there are none.
 
         """
         work: dict[str, KVChecksumBlocks] = {}
         if self._recvs:
-            # A load that starts in this step is that of a new request of the id.
+            # A load that starts in this step belongs to a new request of the same id.
             for req_id in finished_req_ids - self._started:
                 self._recvs.pop(req_id, None)
             for req_id in finished_recving or ():
@@ -270,14 +289,17 @@ class KVChecksumWorker:
         return output.aggregate(sums)
 
     def init_block_checksums(self, group_ids: Collection[int]) -> torch.Tensor:
-        """Keep an entry per block for these KV cache groups.
+        """Keep a block checksum per block for these KV cache groups.
 
-        Returns the entries, int64 ``(num_blocks,)`` on the cache's device, the same
-        ones at every call: the connector moves an entry wherever it moves the
-        block's KV, and has it back before it reports the load finished.
+        The connector moves a block checksum wherever it moves the block's KV, and
+        writes it back before it reports the load finished.
+
+        Returns:
+            The block checksums, int64 ``(num_blocks,)`` on the cache's device; the
+            same tensor at every call.
 
         Raises:
-            ValueError: a group is not summed here; the message says why.
+            ValueError: some worker does not sum a group; the message says why.
 
         """
         reason = why_not_summed(self.skipped_anywhere, group_ids)
@@ -291,13 +313,13 @@ class KVChecksumWorker:
         return self._block_checksums
 
     def save_block_checksums(self, runs: Sequence[BlockRun]) -> None:
-        """Queue the entries of full blocks on the current stream.
+        """Fill in the block checksums of full blocks, queued on the current stream.
 
-        After the forward that wrote them and before the connector reads them; not
-        at all for blocks of groups that have no layers here.
+        Call this after the forward that wrote the blocks and before the connector
+        reads them. Blocks of groups that have no layers here are left out.
 
         Raises:
-            ValueError: no entries are kept, or hashes are malformed.
+            ValueError: no block checksums are kept, or hashes are malformed.
 
         """
         if self._block_checksums is None:
@@ -308,11 +330,11 @@ class KVChecksumWorker:
         rows, segments, parts = build_rows(self.groups, work)
         if not segments:
             return
-        entries, number = entry_rows(runs, parts, rows.shape[1])
+        targets, number = block_checksum_rows(runs, parts, rows.shape[1])
         device_rows, sums = self._queue_sums(
-            np.concatenate([rows, entries]), segments, self._columns
+            np.concatenate([rows, targets]), segments, self._columns
         )
-        # One more for the columns that only pad.
+        # The last one takes the sums of rows that only pad.
         totals = torch.zeros(number + 1, dtype=torch.int64, device=self.device)
         totals.index_add_(0, device_rows[3], sums.sum(dim=1))
         blocks, tags = device_rows[4:, :number]
@@ -321,7 +343,17 @@ class KVChecksumWorker:
     def _queue_sums(
         self, rows: np.ndarray, segments: list[tuple[GroupView, slice]], columns: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue the sums of `rows`: the rows and ``(n, columns)`` on the device."""
+        """Queue the sums of rows on the current stream.
+
+        Args:
+            rows: int64 ``(k, n)``, whose first three rows are those of `SumRows`.
+            segments: the columns of `rows` that belong to each group.
+            columns: columns of the sums; those that no replica key uses stay 0.
+
+        Returns:
+            The rows, and the sums, int64 ``(n, columns)``, both on the device.
+
+        """
         device_rows = torch_utils.async_tensor_h2d(
             torch.from_numpy(rows), device=self.device
         )
@@ -334,6 +366,7 @@ class KVChecksumWorker:
         return device_rows, sums
 
     def _sum(self, work: dict[str, KVChecksumBlocks]) -> KVChecksumOutput | None:
+        """Queue the sums of blocks by request id; return None if there are none."""
         if not work:
             return None
         record = KVChecksumRecord(
@@ -365,12 +398,12 @@ class KVChecksumWorker:
         return KVChecksumOutput([self._copy_to_host(record, parts, sums)])
 
     def _copy_to_host(
-        self, record: KVChecksumRecord, parts: list[Part], sums: torch.Tensor
-    ) -> _Pending:
+        self, record: KVChecksumRecord, parts: list[RowSpan], sums: torch.Tensor
+    ) -> PendingCopy:
         if self._copy_stream is None:
-            return _Pending(record, parts, sums, sums)
-        # The current stream is asked for here: the runner switches streams later
-        # than this object is made.
+            return PendingCopy(record, parts, sums, sums)
+        # The current stream is looked up here, because the runner switches streams
+        # after this object is built.
         self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         event = torch.cuda.Event(blocking=True)
@@ -378,4 +411,11 @@ class KVChecksumWorker:
             host.copy_(sums, non_blocking=True)
             event.record(self._copy_stream)
         sums.record_stream(self._copy_stream)
-        return _Pending(record, parts, host, sums, event)
+        return PendingCopy(record, parts, host, sums, event)
+
+
+def _max_gather_bytes() -> int:
+    """Return the bound that is set on this package, under the name that users know."""
+    from vllm.distributed.kv_transfer.kv_checksum import worker as package
+
+    return package._MAX_GATHER_BYTES

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The backends that sum units; all of them return identical values."""
+"""Sum units on a device. All backends return identical values."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -12,11 +13,21 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 Prepare = Callable[[Sequence[LayerView]], SumRows]
-"""Build and compile the function that sums some layers."""
+"""Build and compile the function that sums some layers. The caches must stay where
+they are."""
 
 
-def select_backend(device: torch.device) -> Prepare:
-    """Select the backend for `device`."""
+def select_backend(
+    device: torch.device, max_gather_bytes: int | None = None
+) -> Prepare:
+    """Select the backend for `device`. All backends return identical values.
+
+    Args:
+        device: where the caches are.
+        max_gather_bytes: bound on the transient memory of the PyTorch backend; None
+            for its own. The other backends read the cache in place.
+
+    """
     if device.type == "cpu":
         from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
 
@@ -32,4 +43,4 @@ def select_backend(device: torch.device) -> Prepare:
     from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import torch_reference
 
     logger.warning("KV checksums are summed by PyTorch, slowly: Triton is missing")
-    return torch_reference.prepare
+    return partial(torch_reference.prepare, max_gather_bytes=max_gather_bytes)

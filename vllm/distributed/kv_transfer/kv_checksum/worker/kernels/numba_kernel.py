@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The checksum on the CPU: one pass over the cache, compiled by numba.
+"""Sum units on the CPU: one pass over the cache, compiled by numba.
 
 Bit-identical to `torch_reference`, which gathers whole arrays and is many times
 slower. Weights are an arithmetic series along the tokens and pieces of a slice,
@@ -9,7 +9,7 @@ and along consecutive slices, so every loop here is a run of pieces under
 makes SIMD of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -40,10 +40,10 @@ _AHEAD, _CACHE_LINE = 1024, 8
 _UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
-def _jit(function: Any) -> Any:
+def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder to cache in
+    except RuntimeError:  # There is no folder to cache in.
         return numba.njit(nogil=True)(function)
 
 
@@ -56,7 +56,7 @@ def _term(x, weight):
 
 @intrinsic
 def _prefetch(typing_context, array, index):
-    """Ask for an element that is read soon; behind the array's end it does no harm."""
+    """Prefetch an element that is read soon; an index past the end does no harm."""
 
     def generate(context, builder, signature, arguments):
         array_type = signature.args[0]
@@ -70,7 +70,7 @@ def _prefetch(typing_context, array, index):
             ir.FunctionType(ir.VoidType(), [address, number, number, number]),
             "llvm.prefetch.p0i8",
         )
-        # To be read, kept close, data.
+        # The arguments mean: for reading, keep in cache, data.
         how = [ir.Constant(number, value) for value in (0, 3, 1)]
         builder.call(function, [builder.bitcast(element, address), *how])
         return context.get_dummy_value()
@@ -80,10 +80,10 @@ def _prefetch(typing_context, array, index):
 
 @_jit
 def _run(pieces, weight, step):
-    """Sum a run; of a long one the memory is asked for some way ahead.
+    """Sum a run of pieces under ``weight + step * i``; prefetch if the run is long.
 
     The arithmetic leaves the processor no room to look as far ahead as memory is slow:
-    without this it reaches 85% of what a plain read does, with it 95%.
+    it reaches 85% of the speed of a plain read without prefetching, and 95% with it.
     """
     total = np.uint64(0)
     done = 0
@@ -102,7 +102,7 @@ def _run(pieces, weight, step):
 
 @_jit
 def _run_of_2(a, b, bits, weight, step):
-    """As `_run`; piece `i` is made of element `i` of `a` and of `b`."""
+    """Sum as `_run` does; piece `i` is made of element `i` of `a` and of `b`."""
     total = np.uint64(0)
     for i in range(a.size):
         x = np.uint64(a[i]) | np.uint64(b[i]) << bits
@@ -123,9 +123,9 @@ def _run_of_4(a, b, c, d, bits, weight, step):
 
 @_jit
 def _short_run(flat, at, stride, number, parts, bits, weight, step):
-    """As `_run_of_4`; element `k` of piece `i` is ``flat[at + k * stride + i]``.
+    """Sum as `_run_of_4` does; element `k` of piece `i` is ``flat[at + k*stride + i]``.
 
-    For any number of parts, and for tiles of two tokens, which no SIMD fits.
+    This serves any number of parts, and tiles of two tokens, which no SIMD fits.
     """
     total = np.uint64(0)
     for i in range(number):
@@ -140,7 +140,7 @@ def _short_run(flat, at, stride, number, parts, bits, weight, step):
 
 @_jit
 def _tokens(flat, at, number, shape, strides, factors, first, per_token):
-    """Sum of the first `number` tokens of a unit, or a part of it, at index `at`."""
+    """Sum the first `number` tokens of a unit, or of a part of it, at index `at`."""
     _, _, _, _, heads, _, width = shape
     _, _, _, _, head_stride, token_stride, piece_stride = strides
     total = np.uint64(0)
@@ -152,12 +152,12 @@ def _tokens(flat, at, number, shape, strides, factors, first, per_token):
                 run = flat[begin : begin + heads]
                 total += _run(run, factors[0] * odd, _NEXT_FACTOR * odd)
         return total
-    # Tokens whose pieces follow one another are one run.
+    # Tokens whose pieces follow one another are summed as one run.
     dense = token_stride == width * piece_stride and width == per_token
     runs, length = (1, number * width) if dense else (number, width)
     by_token = head_stride < token_stride
     for i in range(runs * heads):
-        # In the order of memory.
+        # Heads and tokens are visited in the order of memory.
         if by_token:
             token, head = i // heads, i % heads
         else:
@@ -178,7 +178,7 @@ def _tokens(flat, at, number, shape, strides, factors, first, per_token):
 def _tokens_of_elements(
     flat, at, number, shape, strides, factors, first, per_token, parts, bits
 ):
-    """As `_tokens` for pieces of 2, 4 or 8 elements, tokens side by side."""
+    """Sum as `_tokens` does, for pieces of 2, 4 or 8 elements, tokens side by side."""
     _, _, _, _, heads, _, width = shape
     _, _, _, _, head_stride, _, stride = strides
     total = np.uint64(0)
@@ -255,7 +255,7 @@ def _sum_rows(
 
 
 def prepare(layers: Sequence[LayerView]) -> SumRows:
-    """What sums `layers`; the caches must stay where they are."""
+    """Build the function that sums `layers`; the caches must stay where they are."""
     arguments = [_arguments(layer) for layer in layers]
 
     def run(rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -266,7 +266,7 @@ def prepare(layers: Sequence[LayerView]) -> SumRows:
 
 
 def _arguments(layer: LayerView) -> tuple[Any, ...]:
-    """The arguments of `_sum_rows` that a layer gives."""
+    """Return the arguments of `_sum_rows` that depend on the layer alone."""
     units = layer.units
     size = units.element_size()
     flat = torch.empty(0, dtype=units.dtype)

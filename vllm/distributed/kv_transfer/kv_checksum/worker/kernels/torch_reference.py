@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The checksum in PyTorch: the reference, and what serves where nothing faster does.
+"""Sum units with PyTorch: the reference, and the backend of last resort.
 
 int64 arithmetic stands for uint64: products and sums wrap alike, and shifts are
 made logical by masking.
@@ -22,25 +22,38 @@ _MAX_GATHER_BYTES = 64 * 2**20
 
 _ARRAYS_PER_PIECE = 4
 """int64 arrays alive at once per gathered piece: the pieces, their weights, and two
-shifted copies, or what reading them takes (a narrow or transposed copy)."""
+more for shifted copies or, before them, the narrow or transposed copy that reading
+pieces may take."""
 
 _LOW31 = 2**31 - 1
 _LOW32 = 2**32 - 1
 
 
-def prepare(layers: Sequence[LayerView]) -> SumRows:
-    """What sums `layers`."""
+def prepare(
+    layers: Sequence[LayerView], max_gather_bytes: int | None = None
+) -> SumRows:
+    """Build the function that sums `layers`.
+
+    Args:
+        layers: the views to sum.
+        max_gather_bytes: bound on the transient memory of one chunk of rows; None
+            for `_MAX_GATHER_BYTES`. A chunk holds one row at least.
+
+    """
 
     def run(rows: torch.Tensor, out: torch.Tensor) -> None:
+        limit = _MAX_GATHER_BYTES if max_gather_bytes is None else max_gather_bytes
         for layer in layers:
-            _sum_layer(layer, rows, out)
+            _sum_layer(layer, rows, out, limit)
 
     return run
 
 
-def _sum_layer(layer: LayerView, rows: torch.Tensor, out: torch.Tensor) -> None:
+def _sum_layer(
+    layer: LayerView, rows: torch.Tensor, out: torch.Tensor, max_gather_bytes: int
+) -> None:
     per_row = layer.units[0, 0, 0].numel() * 8 * _ARRAYS_PER_PIECE
-    step = max(1, _MAX_GATHER_BYTES // per_row)
+    step = max(1, max_gather_bytes // per_row)
     for at in range(0, rows.shape[1], step):
         chunk = slice(at, at + step)
         out[chunk] += _sum_chunk(layer, *rows[:, chunk])
@@ -66,7 +79,10 @@ def _sum_chunk(
 
 
 def _pieces(layer: LayerView, ids: torch.Tensor) -> torch.Tensor:
-    """int64 pieces ``(n, parts, heads, tokens, pieces)``, a fresh tensor."""
+    """Gather the pieces of units, int64 ``(n, parts, heads, tokens, pieces)``.
+
+    The tensor is a fresh one, which the caller may change.
+    """
     _, _, inner, *_ = layer.units.shape
     blocks, units = ids // layer.units_per_block, ids % layer.units_per_block
     raw = layer.units[blocks, units // inner, units % inner]

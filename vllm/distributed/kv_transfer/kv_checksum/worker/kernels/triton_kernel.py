@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The checksum in Triton: one pass over the cache, no host sync, any layout.
+"""Sum units with Triton: one pass over the cache, no host sync, any layout.
 
 For every row (one unit of a request) and every slice (layer and KV head) of it,
-the sum mod 2**64 over the pieces ``x`` with number ``j`` in the request of::
+the kernel sums mod 2**64, over the pieces ``x`` with number ``j`` in the request::
 
     y = (x ^ (x >> 33)) * m * (2 * j + 1)
     t = (y >> 32) * C
@@ -43,7 +43,7 @@ _FOLD: tl.constexpr = tl.constexpr(FOLD_FACTOR)
 
 @triton.jit
 def _terms(raw, weights, PIECE_BITS: tl.constexpr):
-    """Terms of signed pieces of PIECE_BITS; narrow ones are zero-extended."""
+    """Compute the terms of signed pieces of PIECE_BITS; zero-extend narrow ones."""
     if PIECE_BITS == 64:
         x = raw.to(tl.uint64, bitcast=True)
         x ^= x >> 33
@@ -53,7 +53,7 @@ def _terms(raw, weights, PIECE_BITS: tl.constexpr):
         x = raw.to(tl.uint16, bitcast=True).to(tl.uint64)
     y = x * weights
     folded = (y >> 32) * _FOLD
-    # Narrowed before they are joined, so that neither costs a 64-bit operation.
+    # Both are narrowed before the XOR, which then is no 64-bit operation.
     low = folded.to(tl.uint32) ^ (folded >> 32).to(tl.uint32)
     return y ^ low.to(tl.uint64)
 
@@ -194,7 +194,7 @@ def _layer_checksum_kernel(
 
 
 def _span(pieces: int) -> int:
-    """The largest span of which at most an eighth is wasted, or a small one."""
+    """Return the largest span of which at most an eighth is wasted, or a small one."""
     span = min(_TILE, triton.next_power_of_2(pieces))
     while span > 64 and (-pieces % span) * 8 > pieces + -pieces % span:
         span //= 2
@@ -202,7 +202,7 @@ def _span(pieces: int) -> int:
 
 
 def kernel_constants(layer: LayerView) -> dict[str, Any]:
-    """The compile-time arguments of the kernel for `layer`."""
+    """Return the compile-time arguments of the kernel for `layer`."""
     _, _, inner, parts, heads, tokens, pieces = layer.units.shape
     block, kernel_block, unit, part, head, token, piece = layer.units.stride()
     if tokens == 1:
@@ -245,7 +245,7 @@ def kernel_constants(layer: LayerView) -> dict[str, Any]:
 
 @dataclass
 class _Launch:
-    """Layers of one shape, summed by one launch.
+    """Layers of one shape, which one launch sums.
 
     `addresses` and `factors` are on the device, `shares` is the number of programs
     per row and layer.
@@ -271,7 +271,7 @@ class _Launch:
 
 
 def prepare(layers: Sequence[LayerView]) -> SumRows:
-    """What sums `layers`; the caches must stay where they are.
+    """Build the function that sums `layers`; the caches must stay where they are.
 
     Layers of one shape share a launch, so that a step's cost on the host does not
     grow with the number of layers.
