@@ -113,6 +113,12 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.command == "revert":
         print(installer.revert(package, force=arguments.force))
     elif arguments.command == "format-patch":
+        if checkout() is None:
+            print(
+                "tests and documents are left out: they go with the patches if this is "
+                "run from the project's checkout (pip install -e .)",
+                file=sys.stderr,
+            )
         for path in write_patches(
             package,
             feature_dir(),

@@ -5,7 +5,6 @@ helpers; a helper goes with the first test that needs it.
 """
 
 import ast
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -120,6 +119,6 @@ def _listed(files: Sequence[str], checkout: Path) -> Iterator[str]:
         if not name.endswith("/"):
             yield name
             continue
-        command = ["git", "-C", str(checkout), "ls-files", name]
-        listed = subprocess.run(command, capture_output=True, text=True, check=True)
-        yield from listed.stdout.split()
+        for path in sorted((checkout / name).rglob("*")):
+            if path.is_file():
+                yield path.relative_to(checkout).as_posix()

@@ -182,7 +182,8 @@ def test_each_patch_passes_its_own_tests(changes, number, tmp_path):
     modules = [
         c.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for c in files
-        if c.path.startswith("vllm/")
+        # Models for GPUs alone cannot be imported here, stock or not.
+        if c.path.startswith("vllm/") and not c.path.startswith("vllm/models/")
     ]
     code = "import importlib\nfor m in {}: importlib.import_module(m)"
     run = [sys.executable, "-c", code.format(modules)]

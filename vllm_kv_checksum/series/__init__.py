@@ -70,7 +70,7 @@ PATCHES = (
     Patch("settings-and-messages", ("config", "messages")),
     Patch(
         "worker",
-        ("base", "worker"),
+        ("worker", "base"),
         feature=("payload.py", "support.py", "worker/factory.py"),
     ),
     Patch(

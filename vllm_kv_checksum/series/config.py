@@ -1,4 +1,4 @@
-"""Settings for KV checksums in the KV transfer configuration.
+"""Add settings for KV checksums, and fields that carry them.
 
 `enable_kv_checksum` and `kv_checksum_fail_closed` stand in vLLM's own class, because
 pydantic rejects unknown keys; their docstrings document them. Model Runner V1 has a list

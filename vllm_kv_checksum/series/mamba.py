@@ -1,4 +1,4 @@
-"""Layers say how TP splits their Mamba-like states.
+"""Let Mamba-like layers say how TP splits their states.
 
 From a rank's shapes alone it cannot be told which rows of a state it holds, nor that
 several ranks hold the same ones. So `MambaSpec` carries the splits, filled from the

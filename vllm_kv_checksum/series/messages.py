@@ -1,4 +1,4 @@
-"""Fields that carry KV checksums between scheduler and workers.
+"""Add fields that carry KV checksums between scheduler and workers.
 
 The scheduler's step asks for sums, the workers' records ride `KVConnectorOutput` and are
 concatenated over workers, counts travel with the scheduler's statistics. All are None
