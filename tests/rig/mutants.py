@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
+import torch
 
 from rig.mutating.change import changed_source
 
@@ -29,12 +30,15 @@ ROOT = Path(__file__).resolve().parents[2]
 UNIT = ROOT / "tests" / "v1" / "kv_connector" / "unit" / "kv_checksum"
 DATA = UNIT / "data" / "mutants.toml"
 
-SEEN, SURVIVED, BROKEN = "seen", "SURVIVED", "NOT RUN"
+SEEN, SURVIVED, BROKEN, LEFT_OUT = "seen", "SURVIVED", "NOT RUN", "left out"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One break. ``tests`` are names of unit test files without ``test_``, or paths."""
+    """One break. ``tests`` are names of unit test files without ``test_``, or paths.
+
+    With ``gpu``, only tests on a GPU can see it; without one it is left out.
+    """
 
     id: str
     module: str
@@ -43,6 +47,7 @@ class Mutant:
     after: str
     why: str
     tests: tuple[str, ...]
+    gpu: bool = False
 
     def source(self) -> str:
         """Return the module's source with the break, or raise ``ValueError``."""
@@ -82,6 +87,8 @@ def run(mutant: Mutant, timeout: float) -> tuple[str, str]:
         mutant.source()
     except (ValueError, SyntaxError) as error:
         return BROKEN, str(error)
+    if mutant.gpu and not torch.cuda.is_available():
+        return LEFT_OUT, "it needs a GPU"
     with tempfile.TemporaryDirectory(prefix="kv-checksum-mutant-") as folder:
         told = Path(folder) / "mutant.json"
         change = {x: getattr(mutant, x) for x in ("function", "before", "after")}
@@ -165,7 +172,9 @@ def _outcomes(
 
 
 def _tell(chosen: list[Mutant], outcomes: dict[str, tuple[str, str]]) -> int:
-    missed = [mutant for mutant in chosen if outcomes[mutant.id][0] != SEEN]
+    missed = [
+        mutant for mutant in chosen if outcomes[mutant.id][0] not in (SEEN, LEFT_OUT)
+    ]
     for mutant in missed:
         outcome, detail = outcomes[mutant.id]
         print(
@@ -173,7 +182,10 @@ def _tell(chosen: list[Mutant], outcomes: dict[str, tuple[str, str]]) -> int:
         )
         print(f"  {mutant.before.strip()}\n  -> {mutant.after.strip()}")
         print(f"  {mutant.why}\n  tried: {', '.join(map(str, mutant.tests))}")
-    print(f"\nmutants: {len(chosen) - len(missed)} of {len(chosen)} seen")
+    left_out = sum(outcome == LEFT_OUT for outcome, _ in outcomes.values())
+    seen = len(chosen) - len(missed) - left_out
+    told = f", {left_out} left out, which need a GPU" if left_out else ""
+    print(f"\nmutants: {seen} of {len(chosen)} seen{told}")
     return int(bool(missed))
 
 

@@ -65,3 +65,13 @@ def test_ids_that_are_not_there_are_named(capsys):
     with pytest.raises(SystemExit):
         mutants.main(["X99"])
     assert "no mutants X99" in capsys.readouterr().err
+
+
+def test_a_mutant_that_needs_a_gpu_is_left_out_and_said(known, capsys, monkeypatch):
+    monkeypatch.setattr(mutants.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(mutants, "read", lambda: [known["E21"]])
+    assert known["E21"].gpu
+    assert mutants.main([]) == 0
+    told = capsys.readouterr().out
+    assert "E21 left out it needs a GPU" in told
+    assert "mutants: 0 of 1 seen, 1 left out, which need a GPU" in told

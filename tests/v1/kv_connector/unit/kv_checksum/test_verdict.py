@@ -63,6 +63,19 @@ def test_smaller_blocks_of_a_bad_chunk_are_named_up_to_the_last_token(tokens):
     assert verdict.compared == number
 
 
+def test_sums_that_start_inside_a_chunk_are_compared_from_the_next_on():
+    """P's blocks of 8 tokens, the first given up by a window; D's are of 16."""
+    small = values(8)
+    ours = small.reshape(4, 2).sum(axis=1, dtype=np.uint64)
+    theirs = GroupChecksums(1, 8, 1, small[1:])
+    local = LocalGroup(1, BLOCKS_OF_16, 0, [ours], is_window=True)
+    verdict = compare_group(theirs, 64, local, 64)
+    assert verdict.positions == [] and verdict.unverified is None
+    assert verdict.compared == 3 and verdict.partial
+    ours[1] += np.uint64(1)
+    assert compare_group(theirs, 64, local, 64).positions == [1]
+
+
 def test_no_block_behind_the_last_token_is_bad():
     """The last chunk of P's is a part of one; D's blocks end with the request."""
     theirs = GroupChecksums(1, 64, 0, values(2))
