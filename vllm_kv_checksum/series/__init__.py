@@ -95,11 +95,13 @@ PATCHES = (
         "simple-cpu-offload",
         ("simple_cpu_offload",),
         feature=("connectors/simple_cpu_offload.py",),
+        tests=("host_resident", "workers_decline"),
     ),
     Patch(
         "multi-connector",
         ("multi_connector",),
         feature=("connectors/multi_connector.py",),
+        tests=("every_load", "multi_connector", "report", "stored"),
     ),
     Patch("fault-drill", ("fault_drill",), feature=("fault_drill/",)),
     Patch("docs", ("docs",), tests=("spec_table",), files=("docs/",)),
