@@ -34,6 +34,7 @@ with connector.cls("MooncakeStoreConnector") as c:
         """
         def set_kv_checksum_worker(self, worker: Any) -> None:
             store_worker = self.connector_worker
+            assert store_worker is not None
             store_worker.kv_checksums = kv_checksums.create_mooncake_store_checksums(
                 store_worker, worker, self._kv_checksums_not_stored
             )
@@ -41,6 +42,7 @@ with connector.cls("MooncakeStoreConnector") as c:
         def on_kv_checksum_failure(
             self, request: Request, mismatches: dict[int, list[int]]
         ) -> None:
+            assert self.connector_scheduler is not None
             kv_checksums.remove_failures(self.connector_scheduler, request, mismatches)
 
         """
@@ -48,10 +50,10 @@ with connector.cls("MooncakeStoreConnector") as c:
 
 worker = Module(f"{_PATH}/worker.py")
 worker.imports(
-    "from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake_store import REMOVE_MSG"
+    "from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake_store import REMOVE_MSG, MooncakeStoreChecksums"
 )
 with worker.cls("MooncakeStoreWorker") as c:
-    c.prepend("kv_checksums = None\n\n")
+    c.prepend("kv_checksums: MooncakeStoreChecksums | None = None\n\n")
 with worker.function("MooncakeStoreWorker.register_kv_caches") as f:
     f.before(
         assign("registered_buffers"),
@@ -69,7 +71,7 @@ with worker.function("MooncakeStoreWorker.wait_for_save") as f:
         """,
     )
 with worker.cls("KVCacheStoreRecvingThread") as c:
-    c.prepend("kv_checksums = None\n\n")
+    c.prepend("kv_checksums: MooncakeStoreChecksums | None = None\n\n")
 with worker.function("MooncakeStoreWorker.register_kv_caches") as f:
     f.after(
         assign("recv_thread.name"),

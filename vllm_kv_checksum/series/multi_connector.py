@@ -41,6 +41,7 @@ with multi.cls("MultiConnector") as c:
 
         def send_kv_checksums(self, request: "Request", checksums: bytes) -> None:
             connector, _ = multi_connector.send_route(self._connectors, request)
+            assert connector is not None
             connector.send_kv_checksums(request, checksums)
 
         """

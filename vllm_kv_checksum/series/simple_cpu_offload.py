@@ -37,6 +37,7 @@ with connector.cls("SimpleCPUOffloadConnector") as c:
         def on_kv_checksum_failure(
             self, request: "Request", mismatches: dict[int, list[int]]
         ) -> None:
+            assert self.scheduler_manager is not None
             kv_checksums.drop_blocks(
                 self.scheduler_manager, request.block_hashes, mismatches
             )
@@ -87,8 +88,14 @@ with manager.function("SimpleCPUOffloadScheduler.build_connector_meta") as f:
     )
 
 worker = Module("v1/simple_kv_offload/worker.py")
+worker.imports(
+    """
+    if TYPE_CHECKING:
+        from vllm.distributed.kv_transfer.kv_checksum.connectors.simple_cpu_offload import BlockRegion
+    """
+)
 with worker.cls("SimpleCPUOffloadWorker") as c:
-    c.prepend("kv_checksums = None\n\n")
+    c.prepend('kv_checksums: "BlockRegion | None" = None\n\n')
 with worker.function("SimpleCPUOffloadWorker.register_kv_caches") as f:
     f.before(
         assign("per_tensor_bpb"),

@@ -56,6 +56,7 @@ with connector.function("ActiveKVConnector.finalize_step", since="0.33.0") as f:
         "self.kv_connector.wait_for_save()",
         """
         if self._deferred_output is not None:
+            assert self.kv_checksum_worker is not None
             output, self._deferred_output = self._deferred_output, None
             output.kv_checksums = self.kv_checksum_worker.finalize_step(
                 output.kv_checksums

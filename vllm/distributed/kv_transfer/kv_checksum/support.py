@@ -12,11 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.distributed.kv_transfer.kv_checksum.stored import why_not_summed
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector,
+    )
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
@@ -43,6 +48,13 @@ class ConnectorCoverage:
     not_checked: str | None
 
 
+def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
+    """Return the KV transfer configuration of an instance that has a connector."""
+    config = vllm_config.kv_transfer_config
+    assert config is not None
+    return config
+
+
 def declares(connector_class: type, method: str) -> bool:
     """Tell whether a connector's class overrides a method of `KVConnectorBase_V1`."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -59,7 +71,8 @@ def serving_connector(
     the request, once it has chosen.
     """
     while inner := getattr(connector, "sub_connectors", None):
-        chosen = connector._requests_to_connector.get(request.request_id)
+        multi = cast("MultiConnector", connector)
+        chosen = multi._requests_to_connector.get(request.request_id)
         if chosen is None:
             break
         connector = inner[chosen]
@@ -80,7 +93,7 @@ def connector_coverage(
     """
     return [
         ConnectorCoverage(
-            config.kv_transfer_config.kv_connector,
+            str(transfer_config(config).kv_connector),
             _why_not_checked(c, config, kv_cache_config),
         )
         for c, config in _connector_classes(vllm_config)
@@ -96,7 +109,7 @@ def _connector_classes(
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    found = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+    found = KVConnectorFactory.get_connector_class(transfer_config(vllm_config))
     pending: list[tuple[type[KVConnectorBase_V1], VllmConfig]] = [(found, vllm_config)]
     while pending:
         connector_class, config = pending.pop(0)
@@ -173,12 +186,18 @@ def _executor_names(backend: str | type[Executor] | None) -> set[str | None]:
     return {backend}
 
 
+def why_not_on(vllm_config: VllmConfig) -> str | None:
+    """Return why checksums are not on, by choice or by set-up, or None if they are."""
+    if not transfer_config(vllm_config).enable_kv_checksum:
+        return "enable_kv_checksum is off"
+    return why_off(vllm_config)
+
+
 def sums_blocks(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> bool:
     """Tell whether checksums are on and any connector needs sums."""
-    transfer = vllm_config.kv_transfer_config
-    if not transfer.enable_kv_checksum or why_off(vllm_config) is not None:
+    if why_not_on(vllm_config) is not None:
         return False
     coverage = connector_coverage(vllm_config, kv_cache_config)
     return any(connector.not_checked is None for connector in coverage)
@@ -212,7 +231,8 @@ def skipped_groups(worker: WorkerBase) -> dict[int, str]:
 
     This runs on the worker. It skips none if checksums are off.
     """
-    checksums = getattr(worker.model_runner.kv_connector, "kv_checksum_worker", None)
+    runner: Any = worker.model_runner
+    checksums = getattr(runner.kv_connector, "kv_checksum_worker", None)
     return {} if checksums is None else dict(checksums.skipped)
 
 
@@ -261,3 +281,12 @@ def why_whole_blocks_differ(kv_cache_groups: Sequence[KVCacheGroupSpec]) -> str 
             if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
                 return f"{type(spec).__name__} layers are not full attention"
     return None
+
+
+def why_groups_not_stored(kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why not every value of a store is one block that is summed, or None."""
+    return why_whole_blocks_differ(
+        kv_cache_config.prefix_cacheable_groups
+    ) or why_not_summed(
+        kv_cache_config.kv_checksum_skipped, kv_cache_config.prefix_cacheable_group_ids
+    )

@@ -27,13 +27,13 @@ from vllm.distributed.kv_transfer.kv_checksum.stored import (
     why_not_summed,
 )
 from vllm.distributed.kv_transfer.kv_checksum.support import (
-    why_off,
-    why_whole_blocks_differ,
+    transfer_config,
+    why_groups_not_stored,
+    why_not_on,
 )
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from zmq.sugar.frame import Frame
     from zmq.sugar.socket import Socket
 
     from vllm.config import VllmConfig
@@ -79,12 +79,9 @@ def why_not_stored(
         kv_cache_config: the KV cache groups, or None if they are not planned yet.
 
     """
-    transfer = vllm_config.kv_transfer_config
-    if not transfer.enable_kv_checksum:
-        return "enable_kv_checksum is off"
-    options = transfer.kv_connector_extra_config
-    if (reason := why_off(vllm_config)) is not None:
+    if (reason := why_not_on(vllm_config)) is not None:
         return reason
+    options = transfer_config(vllm_config).kv_connector_extra_config
     if options.get("enable_store_tp_lcm") or options.get("store_tp_size") is not None:
         return "values are shared between TP sizes (store_tp_size), not one rank's own"
     if options.get("custom_mem_pool"):
@@ -93,11 +90,7 @@ def why_not_stored(
         return None
     if kv_cache_config.hisparse_host_num_blocks is not None:
         return "the KV cache is host-resident in part"
-    return why_whole_blocks_differ(
-        kv_cache_config.prefix_cacheable_groups
-    ) or why_not_summed(
-        kv_cache_config.kv_checksum_skipped, kv_cache_config.prefix_cacheable_group_ids
-    )
+    return why_groups_not_stored(kv_cache_config)
 
 
 class MooncakeStoreChecksums:
@@ -136,8 +129,9 @@ class MooncakeStoreChecksums:
                 f"Mooncake register_buffer failed for KV checksums: {status}"
             )
         for db in self._worker.token_dbs:
-            db.store_layout.kv_caches_base_addr.append(address)
-            db.store_layout.block_len.append(size)
+            layout: Any = db.store_layout
+            layout.kv_caches_base_addr.append(address)
+            layout.block_len.append(size)
 
     def save(self, requests: Sequence[ReqMeta]) -> None:
         """Fill in the block checksums of the blocks that a step's requests store."""
@@ -146,7 +140,8 @@ class MooncakeStoreChecksums:
             if not request.can_save:
                 continue
             for index, db in enumerate(self._worker.token_dbs):
-                ids, hashes = request.block_ids[index], request.block_hashes
+                ids = request.block_ids[index]
+                hashes: Sequence[bytes] = request.block_hashes
                 scale = db.block_size // db.hash_block_size
                 start = request.token_ids_start // db.block_size
                 stop = request.token_len_chunk // db.block_size
@@ -158,14 +153,14 @@ class MooncakeStoreChecksums:
         if runs:
             self._checksums.save_block_checksums(runs)
 
-    def remove(self, frames: Sequence[Frame]) -> bytes:
+    def remove(self, frames: Any) -> bytes:
         """Handle a `REMOVE_MSG`: remove blocks' keys of every rank from the store.
 
         The removal is forced, because the load that failed still holds a lease.
 
         Args:
-            frames: the message; the second frame is msgpack of block hashes by index
-                of the store's group.
+            frames: the message's ZeroMQ frames; the second is msgpack of block hashes
+                by index of the store's group.
 
         Returns:
             The answer to send.

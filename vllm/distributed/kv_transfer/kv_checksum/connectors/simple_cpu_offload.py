@@ -20,8 +20,9 @@ from vllm.distributed.kv_transfer.kv_checksum.stored import (
     why_not_summed,
 )
 from vllm.distributed.kv_transfer.kv_checksum.support import (
-    why_off,
-    why_whole_blocks_differ,
+    transfer_config,
+    why_groups_not_stored,
+    why_not_on,
 )
 from vllm.logger import init_logger
 
@@ -46,12 +47,9 @@ def why_not_stored(
         kv_cache_config: the KV cache groups, or None if they are not planned yet.
 
     """
-    transfer = vllm_config.kv_transfer_config
-    if not transfer.enable_kv_checksum:
-        return "enable_kv_checksum is off"
-    if (reason := why_off(vllm_config)) is not None:
+    if (reason := why_not_on(vllm_config)) is not None:
         return reason
-    options = transfer.kv_connector_extra_config
+    options = transfer_config(vllm_config).kv_connector_extra_config
     if options.get("lazy_offload"):
         return "lazy_offload stores blocks whose positions are no longer known"
     if options.get("kv_offload_backend", "cpu") != "cpu":
@@ -61,9 +59,7 @@ def why_not_stored(
     groups = kv_cache_config.prefix_cacheable_groups
     if len({group.kv_cache_spec.block_size for group in groups}) > 1:
         return "KV cache groups have blocks of several sizes"
-    return why_whole_blocks_differ(groups) or why_not_summed(
-        kv_cache_config.kv_checksum_skipped, kv_cache_config.prefix_cacheable_group_ids
-    )
+    return why_groups_not_stored(kv_cache_config)
 
 
 class StoredRuns:
@@ -92,7 +88,7 @@ class StoredRuns:
             last = BlockRun(group_id, position, [], [])
             self._runs.append(last)
         last.block_ids.append(block.block_id)  # type: ignore[attr-defined]
-        last.block_hashes.append(get_block_hash(block.block_hash))  # type: ignore[attr-defined]
+        last.block_hashes.append(get_block_hash(block.block_hash))  # type: ignore[arg-type, attr-defined]
 
     def take(self) -> list[BlockRun]:
         """Return the blocks that were added, and start anew."""
@@ -122,14 +118,14 @@ def drop_blocks(
         bad: per KV cache group id, positions of blocks in the request.
 
     """
-    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
     pool = manager.cpu_block_pool
     for group_id, positions in bad.items():
         scale = manager.group_block_sizes[group_id] // manager.hash_block_size
         for position in positions:
             block_hash = hash_of_block(block_hashes, scale, position)
-            key = make_block_hash_with_group_id(block_hash, group_id)
+            key = make_block_hash_with_group_id(BlockHash(block_hash), group_id)
             block = pool.cached_block_hash_to_block.get_one_block(key)
             if block is not None:
                 pool.evict_blocks({block.block_id})

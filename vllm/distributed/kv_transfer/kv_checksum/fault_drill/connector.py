@@ -53,6 +53,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import loaded_blo
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
     KV_TRANSFER_PARAMS_KEY,
 )
+from vllm.distributed.kv_transfer.kv_checksum.support import transfer_config
 from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (
     TokenOrder,
     layer_formats,
@@ -218,7 +219,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig,
     ) -> KVChecksumFaultDrill:
-        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra_config = transfer_config(vllm_config).kv_connector_extra_config
         return object.__new__(_drilled(wrapped_connector(extra_config)))  # type: ignore[arg-type]
 
     def __init__(
@@ -227,7 +228,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig,
     ):
-        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra_config = transfer_config(vllm_config).kv_connector_extra_config
         options = drill_options(extra_config)
         self._faults = drill_faults(options)
         # Scheduler: tokens held locally, the last load's blocks, this step's orders.
@@ -247,12 +248,12 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: VllmConfig
     ) -> type[KVConnectorBase_V1]:
         """Return the class that does everything that is not defined here."""
-        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra_config = transfer_config(vllm_config).kv_connector_extra_config
         return wrapped_connector(extra_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        extra_config = transfer_config(vllm_config).kv_connector_extra_config
         real = wrapped_connector(extra_config)
         return real.get_required_kvcache_layout(vllm_config)
 
@@ -288,12 +289,12 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._num_local[request.request_id] = num_computed_tokens
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[safe-super]
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[safe-super]
         first = self._num_local.pop(request.request_id, 0)
         if num_external_tokens <= 0:
             return
@@ -319,7 +320,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             self._damage_text(request.request_id, fault, params, text)
 
     def _damage_text(
-        self, req_id: str, fault: Fault | None, params: dict[str, Any], text: object
+        self, req_id: str, fault: Fault | None, params: dict[str, Any], text: Any
     ) -> None:
         try:
             payload = base64.b64decode(text, validate=True)
@@ -334,7 +335,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
-        meta = super().build_connector_meta(scheduler_output)
+        meta: Any = super().build_connector_meta(scheduler_output)  # type: ignore[safe-super]
         if self._new_orders:
             meta.kv_checksum_fault_drill, self._new_orders = self._new_orders, {}
         return meta
@@ -343,7 +344,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._num_local.pop(request.request_id, None)
-        return super().request_finished_all_groups(request, block_ids)
+        return super().request_finished_all_groups(request, block_ids)  # type: ignore[safe-super]
 
     # ---- worker side
 

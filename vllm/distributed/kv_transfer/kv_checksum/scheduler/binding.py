@@ -50,6 +50,7 @@ def prompt_digests(request: Request, num_tokens: int) -> PromptDigests:
     """
     if not is_bound(request):
         return PromptDigests(0, 0)
+    assert request.prompt_token_ids is not None
     ids = _first_ids(request.prompt_token_ids, num_tokens)
     number = len(ids)
     if number % 2:
@@ -97,6 +98,7 @@ def is_other_prompt(request: Request, num_tokens: int, sent: PromptDigests) -> b
         sent: the producer's digests of them.
 
     """
+    assert request.prompt_token_ids is not None
     number = len(request.prompt_token_ids)
     if number >= num_tokens:
         return prompt_digests(request, num_tokens).whole != sent.whole

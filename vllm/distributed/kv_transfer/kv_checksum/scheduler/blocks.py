@@ -67,8 +67,8 @@ def sent_blocks(
     for group_id in kv_cache_config.transfer_group_ids:
         spec, row = group_spec(kv_cache_config, group_id), rows[group_id]
         if isinstance(spec, MambaSpec):
-            live = [block for block in row if block != _NULL_BLOCK]
-            _add_state(found, group_id, spec, live)
+            states = [block for block in row if block != _NULL_BLOCK]
+            _add_state(found, group_id, spec, states)
             continue
         row = row[: -(-num_tokens // spec.block_size)]
         start = max(0, len(row) - _window_blocks(spec, len(row)))
@@ -150,7 +150,7 @@ def _window_blocks(spec: KVCacheSpec, number: int) -> int:
 
 
 def _add_state(
-    found: TransferredBlocks, group_id: int, spec: MambaSpec, ids: Sequence[int]
+    found: TransferredBlocks, group_id: int, spec: MambaSpec, ids: list[int]
 ) -> None:
     """Add the running-state block of a state group, at position 0.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
     KVChecksumScheduler,
@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_checksum.support import (
     ConnectorCoverage,
     connector_coverage,
     refuse_unchecked,
+    transfer_config,
     why_off,
 )
 from vllm.logger import init_logger
@@ -43,7 +44,7 @@ def create_kv_checksum_scheduler(
         ValueError: in the cases of `support.refuse_unchecked`.
 
     """
-    transfer = vllm_config.kv_transfer_config
+    transfer = transfer_config(vllm_config)
     if not transfer.enable_kv_checksum:
         return None
     refuse_unchecked(vllm_config, kv_cache_config)
@@ -102,7 +103,7 @@ def _log_coverage_of(
 
 def _how_brought(connector: KVConnectorBase_V1) -> str:
     """Return how loads bring checksums; carriers are named as in the metrics."""
-    load = SimpleNamespace(request_id="", kv_transfer_params=None)
+    load: Any = SimpleNamespace(request_id="", kv_transfer_params=None)
     if (carrier := connector.kv_checksum_carrier(load, receiving=True)) is not None:
         return f"carried by {carrier.value}"
     if connector.get_kv_checksum_sources(load):

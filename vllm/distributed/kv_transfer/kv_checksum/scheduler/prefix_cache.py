@@ -13,6 +13,8 @@ import os
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import BlockHash
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -36,9 +38,10 @@ def disown(request: Request, first_bad_token: int, hash_block_size: int) -> None
         return  # Nothing is cached.
     salt = os.urandom(_SALT_BYTES)
 
-    def salted(request: Request) -> list[bytes]:
+    def salted(request: Request) -> list[BlockHash]:
         return [
-            blake2b(h, digest_size=len(h), key=salt).digest() for h in hasher(request)
+            BlockHash(blake2b(h, digest_size=len(h), key=salt).digest())
+            for h in hasher(request)
         ]
 
     request._block_hasher = salted

@@ -57,6 +57,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import Stor
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     declares,
     serving_connector,
+    transfer_config,
     why_whole_blocks_differ,
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
@@ -101,7 +102,7 @@ class KVChecksumScheduler:
         kv_cache_manager: KVCacheManager,
         kv_cache_config: KVCacheConfig,
     ) -> None:
-        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
         self.fail_closed: bool = transfer.kv_checksum_fail_closed
         self.recompute: bool = transfer.kv_load_failure_policy == "recompute"
         tp_size: int = parallel.tensor_parallel_size

@@ -12,7 +12,7 @@ each was seen written by vLLM's own writer, token by token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -198,7 +198,7 @@ def _cell_order(spec: AttentionSpec) -> TokenOrder | None:
         spec.state_content_bytes,
     )
     if cells == "FP8_DS_MLA":
-        return _ds_mla_order(spec)
+        return _ds_mla_order(cast("MLAAttentionSpec | SlidingWindowMLASpec", spec))
     if cells == "INDEXER" and content is None and kind in _MLA:
         return TokenOrder.INDEXER
     if cells == "NONE" and content is None and spec.dtype.is_floating_point:

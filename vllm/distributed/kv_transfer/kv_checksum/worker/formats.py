@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -129,7 +129,10 @@ def layer_formats(
 
 
 def layer_format(
-    vllm_config: VllmConfig, name: str, layer: AttentionLayerBase, cache: torch.Tensor
+    vllm_config: VllmConfig,
+    name: str,
+    layer: AttentionLayerBase | None,
+    cache: torch.Tensor,
 ) -> LayerFormat:
     """Return how one layer keeps its cache.
 
@@ -233,7 +236,7 @@ def cpu_order(
 
         # vLLM's metadata builder calls this alike, before it sets the layers' `isa`.
         isa = _get_attn_isa(
-            vllm_config.model_config.dtype,
+            cast(torch.dtype, vllm_config.model_config.dtype),
             cache.shape[2],
             cache.shape[3] // 2,
             vllm_config.cache_config.cache_dtype,

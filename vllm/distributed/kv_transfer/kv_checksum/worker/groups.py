@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -30,7 +30,12 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        KVCacheGroupSpec,
+        KVCacheSpec,
+        MambaSpec,
+    )
 
 _BY_SPEC = LayerFormat()
 
@@ -82,10 +87,15 @@ def build_group(
         first = next_head.get(module_of(name), 0)
         cache = caches[name]
         if states.is_state_spec(spec):
-            layer = states.state_slices(name, spec, cache, num_blocks, shard, first)
+            state_spec = cast("MambaSpec", spec)
+            layer = states.state_slices(
+                name, state_spec, cache, num_blocks, shard, first
+            )
         else:
+            attention_spec = cast("AttentionSpec", spec)
+            layout = formats.get(name, _BY_SPEC)
             layer = attention_slices(
-                name, spec, cache, num_blocks, shard, first, formats.get(name, _BY_SPEC)
+                name, attention_spec, cache, num_blocks, shard, first, layout
             )
         next_head[module_of(name)] = first + layer.heads
         if first + layer.heads > MAX_KV_HEADS_PER_LAYER:
@@ -133,9 +143,10 @@ def _owner_specs(
             raise SkipGroup(
                 f"layer number {number} stands in two modules", Skipped.LAYER_NAMES
             )
-        specs[name] = layer_spec(group_spec, name)
-        if specs[name] is None:
+        spec = layer_spec(group_spec, name)
+        if spec is None:
             raise SkipGroup(f"layer {name!r} has no KV cache spec", Skipped.SPEC_CLASS)
+        specs[name] = spec
     return specs
 
 

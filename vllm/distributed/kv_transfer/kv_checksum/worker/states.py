@@ -135,14 +135,16 @@ def _split_slices(
     first_row: int,
 ) -> LayerSlices:
     """Build slices by global rows, as the layer's state splits tell."""
-    if len(spec.state_splits) != len(covered):
+    splits = spec.state_splits
+    assert splits is not None
+    if len(splits) != len(covered):
         raise SkipGroup(
-            f"{len(spec.state_splits)} splits for {len(covered)} states",
+            f"{len(splits)} splits for {len(covered)} states",
             Skipped.STATE_SPLIT,
         )
     slices = LayerSlices([], 0, "")
     page, offset = cache.stride(0) * cache.element_size(), 0
-    for (shape, dtype), split in zip(covered, spec.state_splits, strict=True):
+    for (shape, dtype), split in zip(covered, splits, strict=True):
         width, elements = dtype.itemsize, math.prod(shape)
         if width not in (2, 4, 8):
             raise SkipGroup(f"states of {dtype} elements")
