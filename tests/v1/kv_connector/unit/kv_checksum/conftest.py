@@ -30,11 +30,8 @@ def every_load_has_one_verdict():
     if instances is None:  # no test module makes any
         yield
         return
-    made = instances.MADE = []
-    yield
-    instances.MADE = None
-    for instance in made:
-        instance.assert_every_load_has_one_verdict()
+    with instances.every_load_has_one_verdict():
+        yield
 
 
 @pytest.fixture(scope="session")

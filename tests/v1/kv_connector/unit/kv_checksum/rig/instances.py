@@ -8,6 +8,7 @@ real connector workers, the transfer (see `transports`).
 
 import json
 from collections import Counter, deque
+from contextlib import contextmanager
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -138,6 +139,17 @@ def vllm_config(
 
 MADE: list["Instance"] | None = None
 """Every instance of the running test; None outside of tests, where nobody asks."""
+
+
+@contextmanager
+def every_load_has_one_verdict():
+    """Hold every instance that is made meanwhile to it, at the end."""
+    global MADE
+    made = MADE = []
+    yield
+    MADE = None
+    for instance in made:
+        instance.assert_every_load_has_one_verdict()
 
 
 class Instance:
