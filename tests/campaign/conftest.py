@@ -2,12 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The campaign's instances are held to what those of the unit tests are."""
 
+from collections.abc import Iterator
+
 import pytest
 from kv_checksum.rig import instances
 
 
 @pytest.fixture(autouse=True)
-def every_load_has_one_verdict():
+def every_load_has_one_verdict() -> Iterator[None]:
     """Holds for every instance of every test, whatever the test is about."""
     with instances.every_load_has_one_verdict():
         yield
