@@ -21,7 +21,7 @@ help:
 	@echo "make bench  what the checks cost: summing KV, the code on the host, and loads from a store"
 	@echo "make campaign  a million damaged blocks, and the table of outcomes (N=blocks)"
 	@echo "make mutants  one-line breaks of the feature: every one must fail a unit test"
-	@echo "            (IDS='S01 U02' runs these alone; all take hours)"
+	@echo "            (IDS='S01 U02' runs these alone; each takes about 10 s)"
 	@echo "make fuzz   fuzz what clients and peers can send (MINUTES=30, one core)"
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"

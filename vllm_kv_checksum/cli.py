@@ -19,7 +19,7 @@ def feature_dir() -> Path:
 
 
 def checkout() -> Path | None:
-    """The project's checkout, or None if only the package is installed."""
+    """Return the project's checkout, or None if only the package is installed."""
     root = Path(__file__).resolve().parent.parent
     return root if (root / "tests" / "series").is_dir() else None
 

@@ -1,4 +1,4 @@
-"""Edits to a module of vLLM: our own lines, placed by the names around them.
+"""Edit modules of vLLM: insert our own lines, placed by the names around them.
 
 An anchor is one statement, found by its syntax tree inside a named function or
 class, so neither vLLM's text nor line numbers are kept here. It must match exactly
@@ -18,7 +18,7 @@ from .imports import add_imports
 
 
 class AnchorError(Exception):
-    """An anchor matches no statement, or several."""
+    """Raised if an anchor matches no statement, or several."""
 
 
 class assign(str):
@@ -59,7 +59,10 @@ _ScopeNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class _Insert:
-    """Code to put behind a line, `before` the statement that follows it or not."""
+    """Code to insert behind a line.
+
+    `before` tells whether it belongs to the statement that follows the line.
+    """
 
     line: int
     indent: int
@@ -67,7 +70,7 @@ class _Insert:
     code: str
 
     def order(self) -> tuple[int, bool, int]:
-        """At one line: what closes inner blocks first, then what opens the next."""
+        """Return the sort key at one line: what ends inner blocks, then what opens the next."""
         return self.line, self.before, 0 if self.before else -self.indent
 
 
@@ -75,8 +78,10 @@ class _Insert:
 class Edit:
     """One insertion.
 
-    `where` is "before" or "after" the anchor, "prepend" (first in the scope, no anchor),
-    "method" (last in a class, no anchor) or "keyword" (into a call). It is made in vLLM from version `since` on and below version `below`, where given.
+    `where` is "before" or "after" the anchor, "define" (before a top-level definition),
+    "prepend" (first in the scope, no anchor), "method" (last in a class, no anchor) or
+    "keyword" (into a call). The edit is made in versions of vLLM from `since` on and below
+    `below`, where they are given.
     """
 
     scope: str
@@ -126,7 +131,7 @@ class Scope:
 
 
 class Module:
-    """The edits of one file; `path` is relative to the ``vllm`` package."""
+    """Collects the edits of one file; `path` is relative to the ``vllm`` package."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -163,7 +168,7 @@ class Module:
     cls = function
 
     def apply(self, source: str, version: str = "") -> str:
-        """The source of this version of vLLM, edited; without one, of the newest.
+        """Edit the source of this version of vLLM; without one, of the newest.
 
         Raises:
             AnchorError: an anchor or a scope does not match exactly once.
@@ -283,7 +288,7 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 def _statements(scope: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Every statement in a scope, as (block, index); nested scopes left out."""
+    """Yield every statement in a scope as (block, index), without nested scopes."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         block = getattr(scope, name, None) or []
         for i, child in enumerate(block):

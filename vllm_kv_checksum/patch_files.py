@@ -1,4 +1,4 @@
-"""Which tests and documents of the checkout go with which patch.
+"""Tell which tests and documents of the checkout go with which patch.
 
 A test goes with the first patch that brings all that it imports, itself or through its
 helpers; a helper goes with the first test that needs it.

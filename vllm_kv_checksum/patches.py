@@ -1,4 +1,4 @@
-"""The series as patches in mail format, one step each, for ``git am``."""
+"""Write the series as patches in mail format, one step each, for ``git am``."""
 
 import re
 import shutil

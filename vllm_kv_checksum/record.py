@@ -1,4 +1,4 @@
-"""The RECORD of a wheel: one row per file, with its hash and size.
+"""Write the RECORD of a wheel: one row per file, with its hash and size.
 
 Format: https://packaging.python.org/en/latest/specifications/recording-installed-packages/
 """

@@ -1,4 +1,4 @@
-"""A patched wheel from an official one, for people who pin images.
+"""Write a patched wheel from an official one, for people who pin images.
 
 Its metadata has a local version, so that pip tells both apart; `vllm.__version__` stays,
 as NIXL's handshake compares it. Inside is a manifest, so `status` knows what was done;
@@ -40,7 +40,7 @@ _EVERY_VLLM_HAS = f"vllm/{EVERY_VLLM_HAS}"
 
 @dataclass
 class _Base:
-    """An official wheel: what its file name and its ``.dist-info`` say."""
+    """An official wheel, with its version and the hashes of its files."""
 
     path: Path
     archive: zipfile.ZipFile
@@ -63,7 +63,7 @@ def patch_wheel(
     *,
     force: bool = False,
 ) -> Path:
-    """Write the patched wheel of `base` into `folder`; its path.
+    """Write the patched wheel of `base` into `folder`, and return its path.
 
     Raises:
         InstallError: `base` is not an intact, unpatched wheel of a known vLLM, or the
@@ -125,7 +125,7 @@ def _file_name(base: Path, old: str, new: str) -> str:
 def _changed_files(
     base: _Base, version: str, series: list[Module], feature_dir: Path, force: bool
 ) -> dict[str, bytes]:
-    """What the patched wheel holds in place of, or beside, the base's files."""
+    """Return the files that replace the base's in the patched wheel, or join them."""
     originals = {m.path: base.read(f"vllm/{m.path}") for m in series}
     feature = read_feature(feature_dir)
     plan = plan_edits(series, originals, feature, base.version, force)
@@ -201,7 +201,7 @@ def _add(
     content: IO[bytes],
     record: Record,
 ) -> str:
-    """Add a file with the mode, date and compression of another; its hash."""
+    """Add a file with the mode, date and compression of another; return its hash."""
     member = zipfile.ZipInfo(name, like.date_time)
     member.external_attr = like.external_attr
     member.create_system = like.create_system

@@ -1,4 +1,4 @@
-"""The edits to vLLM, one module per step, in an order in which each stands by itself.
+"""List the edits to vLLM, a module per step, in an order in which each stands alone.
 
 A step brings modules of the feature, too, and is one patch of ``format-patch``: its
 docstring is the patch's message. Two steps that share a patch are joined.
@@ -35,14 +35,14 @@ class Patch:
 
     @property
     def message(self) -> str:
-        """The commit message: a title, a blank line and a text."""
+        """Return the commit message: a title, a blank line and a text."""
         documents = [import_module(f"{__name__}.{s}").__doc__ or "" for s in self.steps]
         title, _, text = documents[0].strip().partition("\n")
         parts = [text.strip(), *(d.strip() for d in documents[1:])]
         return "\n\n".join([title.rstrip("."), *(p for p in parts if p)]) + "\n"
 
     def edits(self) -> list[Module]:
-        """The edits of the patch's steps."""
+        """Return the edits of the patch's steps."""
         return [m for s in self.steps for m in import_module(f"{__name__}.{s}").MODULES]
 
 

@@ -28,7 +28,7 @@ with interface.cls("MambaSpec") as c:
     c.after(
         assign("tp_replicated"),
         """
-        # How TP splits each of the first states; None: not known.
+        # TP's split of each of the first states; None if it is not known.
         state_splits: tuple[MambaStateSplit, ...] | None = None
         """,
     )
@@ -44,7 +44,7 @@ with abstract.cls("MambaBase") as c:
     c.method(
         '''
         def get_state_splits(self) -> tuple[MambaStateSplit, ...] | None:
-            """How TP splits the states of `get_state_shape`; None: not known."""
+            """Return how TP splits the states of `get_state_shape`; None if not known."""
             return None
 
         ''',
@@ -164,7 +164,7 @@ with mixer.cls("MambaMixer") as c:
         """,
     )
 
-# `n_groups` is overwritten with what TP makes of it.
+# The mixer overwrites `n_groups` with the number of groups that TP needs.
 mixer2 = Module("model_executor/layers/mamba/mamba_mixer2.py")
 with mixer2.function("MambaMixer2.__init__") as f:
     f.after("self.n_groups = n_groups", "self.num_model_groups = n_groups")

@@ -1,6 +1,6 @@
 """Store checksums with KV in the Mooncake store, and check them on load.
 
-The worker's entries are one more region of every value, filled in before the event
+The worker's block checksums are one more region of every value, filled in before the event
 that the sending thread waits for. Blocks that failed their checksums are removed for
 every rank by the worker of rank 0, which answers on the lookup channel; values of
 another size by the loading thread that could not load them.
