@@ -19,13 +19,7 @@ from vllm.v1.engine import FinishReason
 from .rig import caches as u
 from .rig import instances as rig
 from .rig import reference
-from .rig.instances import load, pair, tokens
-
-MODES = {
-    "open": dict(),
-    "fail": dict(kv_checksum_fail_closed=True, policy="fail"),
-    "recompute": dict(kv_checksum_fail_closed=True, policy="recompute"),
-}
+from .rig.instances import MODES, load, pair, tokens
 
 
 def digest(ids, number=None):

@@ -24,12 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from .rig import instances as rig
 from .rig import store
-
-MODES = {
-    "open": {},
-    "fail": dict(kv_checksum_fail_closed=True, policy="fail"),
-    "recompute": dict(kv_checksum_fail_closed=True, policy="recompute"),
-}
+from .rig.instances import MODES
 
 OFFERED = 48
 """Tokens that the connectors below bring."""

@@ -98,6 +98,15 @@ def sums_of(prompt) -> list[int]:
     return reference.by_blocks(units, SIZE)
 
 
+def assert_stored(store, instance, keys, hashes, prompt, number):
+    """Every block's value is there, and ends with the sum of the prompt's block."""
+    assert store.exist(keys) == [True] * number
+    found = [
+        entry_of(store.get(k), instance, h) for k, h in zip(keys, hashes, strict=True)
+    ]
+    assert found == sums_of(prompt)
+
+
 def test_every_value_ends_with_the_sum_of_its_block(pair, store, model):
     a, b = pair
     prompt = tokens(3 * SIZE + 5, 1)
@@ -105,9 +114,7 @@ def test_every_value_ends_with_the_sum_of_its_block(pair, store, model):
     keys = keys_of(a, request)
     hashes = request.block_hashes
     assert keys == [key(Path(model), 0, h) for h in hashes]
-    assert store.exist(keys) == [True] * 3
-    found = [entry_of(store.get(k), a, h) for k, h in zip(keys, hashes, strict=True)]
-    assert found == sums_of(prompt)
+    assert_stored(store, a, keys, hashes, prompt, 3)
     ask(b, prompt)
     assert b.loads("verified") == 1 and b.stats["blocks_compared"] == 3
 
@@ -120,9 +127,7 @@ def test_a_prompt_that_goes_on_from_a_loaded_one_is_stored_behind_it(pair, store
     request = ask(b, prompt)
     assert b.loads("verified") == 1 and b.stats["blocks_compared"] == 2
     keys, hashes = keys_of(b, request), request.block_hashes
-    assert store.exist(keys) == [True] * 5
-    found = [entry_of(store.get(k), b, h) for k, h in zip(keys, hashes, strict=True)]
-    assert found == sums_of(prompt)
+    assert_stored(store, b, keys, hashes, prompt, 5)
     ask(a, prompt)
     assert a.loads("verified") == 1 and a.stats["blocks_compared"] == 3
 

@@ -22,11 +22,6 @@ NUM_REQUESTS = 14
 
 P_SPLITS = [(1, 1), (2, 1), (1, 2)]
 D_SPLITS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-MODES = [
-    dict(),
-    dict(kv_checksum_fail_closed=True, policy="fail"),
-    dict(kv_checksum_fail_closed=True, policy="recompute"),
-]
 
 
 @dataclass
@@ -65,7 +60,7 @@ class Run:
         self.started: list = []
         self.free_ids: list[tuple[str, str]] = []
         self.families = [rig.tokens(220, self.rng.randrange(10**6)) for _ in range(3)]
-        self.mode = self.rng.choice(MODES)
+        self.mode = self.rng.choice(list(rig.MODES.values()))
 
     def settings(self, splits) -> dict:
         tp, pp = self.rng.choice(splits)
