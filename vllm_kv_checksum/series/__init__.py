@@ -55,6 +55,7 @@ PATCHES = (
         feature=(
             "__init__.py",
             "checksum.py",
+            "jit.py",
             "stored.py",
             "worker/__init__.py",
             "worker/attention.py",
@@ -103,6 +104,7 @@ PATCHES = (
         feature=("connectors/multi_connector.py",),
         tests=("every_load", "multi_connector", "report", "stored"),
     ),
+    Patch("ledger", ("ledger",)),
     Patch("fault-drill", ("fault_drill",), feature=("fault_drill/",)),
     Patch("docs", ("docs",), tests=("spec_table",), files=("docs/",)),
 )

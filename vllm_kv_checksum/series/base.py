@@ -44,6 +44,9 @@ base.imports(
     from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
     if TYPE_CHECKING:
         from vllm.distributed.kv_transfer.kv_checksum import KVChecksumWorker
+        from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import (
+            LedgerLoads,
+        )
     """
 )
 with base.cls("KVConnectorTransferResults") as c:
@@ -120,6 +123,35 @@ with base.cls("KVConnectorBase_V1") as c:
 
             """
             return ()
+
+        def limit_matched_tokens(
+            self, request: "Request", num_computed_tokens: int, max_num_new_tokens: int
+        ) -> tuple[int | None, bool]:
+            """Offer fewer tokens than get_num_new_matched_tokens just did.
+
+            A connector that cannot load the beginning of what it found offers none.
+
+            Args:
+                request: the request that is scheduled.
+                num_computed_tokens: tokens that it has already.
+                max_num_new_tokens: the most tokens that may be loaded.
+
+            Returns:
+                As get_num_new_matched_tokens.
+
+            """
+            return 0, False
+
+        def set_kv_checksum_ledger(self, ledger: "LedgerLoads") -> None:
+            """Set the ledger, which wants to know which blocks are stored anew.
+
+            A connector that knows calls its allow_stored.
+
+            Args:
+                ledger: keeps blocks that were bad from being loaded again.
+
+            """
+            return
 
         def on_kv_checksum_failure(
             self, request: "Request", mismatches: dict[int, list[int]]

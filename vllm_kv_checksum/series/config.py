@@ -8,6 +8,7 @@ of what it does not support: checksums join it.
 from ..edits import Module, assign
 
 kv_transfer = Module("config/kv_transfer.py")
+kv_transfer.imports("from pydantic import Field")
 with kv_transfer.cls("KVTransferConfig") as c:
     c.after(
         assign("kv_load_failure_policy"),
@@ -19,6 +20,14 @@ with kv_transfer.cls("KVTransferConfig") as c:
         kv_checksum_fail_closed: bool = False
         """Treat loads whose KV checksums differ or cannot be verified as failed, so
         that kv_load_failure_policy decides. Off: they are logged and counted."""
+
+        kv_checksum_ledger_blocks: int = Field(default=2**20, ge=0, le=2**28)
+        """Number of KV blocks whose checksums the scheduler remembers, to verify loads
+        through connectors that bring no checksums; about 45 bytes each. 0: none."""
+
+        kv_checksum_scrub: float = Field(default=0.0, ge=0.0, le=1.0)
+        """Share of the blocks found in the local prefix cache that is summed again and
+        compared with the remembered checksums."""
         ''',
         past_docstring=True,
     )

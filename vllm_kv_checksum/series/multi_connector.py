@@ -60,6 +60,10 @@ with multi.cls("MultiConnector") as c:
                 return ()
             return connector.get_kv_checksum_sources(request)
 
+        def set_kv_checksum_ledger(self, ledger: Any) -> None:
+            for connector in self._connectors:
+                connector.set_kv_checksum_ledger(ledger)
+
         def on_kv_checksum_failure(
             self, request: "Request", mismatches: dict[int, list[int]]
         ) -> None:

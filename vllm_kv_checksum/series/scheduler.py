@@ -26,10 +26,10 @@ with scheduler.function("Scheduler.schedule") as f:
     f.before(
         "if ext_tokens is None:",
         """
-        if self.kv_checksum is not None and not self.kv_checksum.admit(
-            request, ext_tokens, load_kv_async
-        ):
-            ext_tokens = 0
+        if self.kv_checksum is not None:
+            ext_tokens, load_kv_async = self.kv_checksum.admit(
+                request, block_aligned_local, ext_tokens, load_kv_async
+            )
         """,
     )
     f.after(
@@ -78,6 +78,14 @@ with scheduler.function("Scheduler.update_from_output") as f:
                 self._handle_failed_recving(set(bad_kv_loads))
             )
             self.kv_checksum.keep_verified(bad_kv_loads, self.requests)
+            failed_kv_load_req_ids.update(self.kv_checksum.stop_users(self))
+        """,
+    )
+    f.before(
+        "if self.ec_connector is not None:",
+        """
+        if self.kv_checksum is not None:
+            error_req_ids.update(self.kv_checksum.take_failed())
         """,
     )
     f.before(

@@ -113,6 +113,8 @@ class KVChecksumBlocks:
             of a request that ended from those of the next one of its id.
         stored: a load whose blocks bring stored checksums back, which workers
             report beside their sums.
+        positions: per KV cache group id, the positions of all blocks (int64), where
+            they do not follow one another; `groups` then gives 0 for the first.
 
     """
 
@@ -120,6 +122,7 @@ class KVChecksumBlocks:
     groups: dict[int, tuple[int, np.ndarray | list[int]]]
     seq: int = 0
     stored: bool = False
+    positions: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass
@@ -128,14 +131,16 @@ class KVChecksumScheduled:
 
     `reqs_to_send` are summed in this step; `reqs_to_recv` (loads from another
     instance) and `reqs_to_load` (loads from an offload tier) in the step that
-    reports their load finished. `sync_loads` are the numbers of loads that end with
-    this step itself; nobody sums them.
+    reports their load finished. `sync_loads` end with this step itself and are summed
+    in it, after the forward; those without groups are not. `full_blocks` are of any
+    requests, by made-up names: summed after the forward as well.
     """
 
     reqs_to_send: dict[str, KVChecksumBlocks] = field(default_factory=dict)
     reqs_to_recv: dict[str, KVChecksumBlocks] = field(default_factory=dict)
     reqs_to_load: dict[str, KVChecksumBlocks] = field(default_factory=dict)
-    sync_loads: dict[str, int] = field(default_factory=dict)
+    sync_loads: dict[str, KVChecksumBlocks] = field(default_factory=dict)
+    full_blocks: dict[str, KVChecksumBlocks] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(
@@ -143,6 +148,7 @@ class KVChecksumScheduled:
             or self.reqs_to_recv
             or self.reqs_to_load
             or self.sync_loads
+            or self.full_blocks
         )
 
 
@@ -151,7 +157,8 @@ class KVChecksumGroup:
     """One worker's partial sums for one request and KV cache group.
 
     Attributes:
-        start: number of the first unit in the request.
+        start: number of the first unit in the request; 0 if the blocks do not follow
+            one another.
         replica_keys: the replica key of each column of `values`.
         values: uint64, shape ``(units, len(replica_keys))``.
 

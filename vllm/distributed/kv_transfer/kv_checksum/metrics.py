@@ -36,6 +36,9 @@ FAILED = "failed"
 RECOMPUTED = "recomputed"
 STORED_BLOCKS_DROPPED = "stored_blocks_dropped"
 PAYLOAD_BYTES = "payload_bytes"
+LEDGER_MISSES = "ledger_misses"
+LEDGER_ENTRIES = "ledger_entries"
+LEDGER_BYTES = "ledger_bytes"
 
 _PLAIN = {
     LOADS_STARTED: "KV loads started.",
@@ -50,9 +53,17 @@ _PLAIN = {
     RECOMPUTED: "Requests recomputed because of KV checksums.",
     STORED_BLOCKS_DROPPED: "Stored KV blocks dropped because they differ.",
     PAYLOAD_BYTES: "Bytes of KV checksum payloads sent.",
+    LEDGER_MISSES: "Loaded KV blocks whose sums were not in the ledger.",
 }
 """Counters without labels of their own: their documentation by key. The metric is
 called ``vllm:kv_checksum_`` and the key."""
+
+
+_LEDGER_GAUGES = {
+    LEDGER_ENTRIES: "Sums of KV blocks that the ledger holds.",
+    LEDGER_BYTES: "Bytes of host memory that the ledger takes.",
+}
+"""Gauges without labels of their own: their documentation by key."""
 
 
 def loads_key(verdict: str, carrier: KVChecksumCarrier | None) -> str:
@@ -144,6 +155,15 @@ class KVChecksumProm:
             )
             for key, text in _PLAIN.items()
         }
+        ledger = {
+            key: gauge_cls(
+                name=f"vllm:kv_checksum_{key}",
+                documentation=text,
+                multiprocess_mode="mostrecent",
+                labelnames=labelnames,
+            )
+            for key, text in _LEDGER_GAUGES.items()
+        }
         self._counters: dict[tuple[int, str], Counter] = {}
         self._gauges: dict[tuple[int, str], Gauge] = {}
         for index, values in per_engine_labelvalues.items():
@@ -170,6 +190,9 @@ class KVChecksumProm:
                 gauge.set(0)
             for key, counter in plain.items():
                 self._counters[index, key] = counter.labels(*values)
+            for key, one in ledger.items():
+                self._gauges[index, key] = one.labels(*values)
+                self._gauges[index, key].set(0)
 
     def observe(self, stats: dict[str, int], engine_index: int) -> None:
         """Add the counts of one step; a gauge is set to its number.

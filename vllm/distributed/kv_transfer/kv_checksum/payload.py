@@ -45,6 +45,12 @@ class KVChecksumCarrier(Enum):
     STORED = "stored"
     """None is sent: each block's checksum is stored with its KV and loaded back."""
 
+    LEDGER = "ledger"
+    """None is sent: the scheduler remembers what it computed."""
+
+    LOCAL = "local"
+    """None is sent, and nothing loaded: blocks of the prefix cache, by the ledger."""
+
     def of_request(
         self, request: "Request", receiving: bool
     ) -> "KVChecksumCarrier | None":

@@ -41,11 +41,13 @@ class ConnectorCoverage:
     Attributes:
         name: the connector's name in the configuration.
         not_checked: why nobody checks the loads of this connector, or None.
+        by_ledger: whether they bring no checksums, and the ledger checks them.
 
     """
 
     name: str
     not_checked: str | None
+    by_ledger: bool = False
 
 
 def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
@@ -91,13 +93,15 @@ def connector_coverage(
         kv_cache_config: the KV cache groups, or None if they are not planned yet.
 
     """
-    return [
-        ConnectorCoverage(
-            str(transfer_config(config).kv_connector),
-            _why_not_checked(c, config, kv_cache_config),
-        )
-        for c, config in _connector_classes(vllm_config)
-    ]
+    coverage = []
+    for connector_class, config in _connector_classes(vllm_config):
+        name = str(transfer_config(config).kv_connector)
+        why = _why_brings_none(connector_class, config, kv_cache_config)
+        no_ledger = None if why is None else why_no_ledger(vllm_config)
+        by_ledger = why is not None and no_ledger is None
+        not_checked = None if no_ledger is None else f"{why}, and {no_ledger}"
+        coverage.append(ConnectorCoverage(name, not_checked, by_ledger))
+    return coverage
 
 
 def _connector_classes(
@@ -123,7 +127,16 @@ def _connector_classes(
             yield connector_class, config
 
 
-def _why_not_checked(
+def why_no_ledger(vllm_config: VllmConfig) -> str | None:
+    """Return why no ledger of this instance's sums is kept, or None."""
+    if not transfer_config(vllm_config).kv_checksum_ledger_blocks:
+        return "the ledger is off (kv_checksum_ledger_blocks is 0)"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "the ledger needs prefix caching (--enable-prefix-caching)"
+    return None
+
+
+def _why_brings_none(
     connector_class: type[KVConnectorBase_V1],
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig | None,

@@ -35,6 +35,8 @@ class Unverified(str, Enum):
     """It was loaded in the step that used it."""
     FROM_DECODE = "from_decode"
     """A decode instance sent it, which sums nothing."""
+    NOT_IN_LEDGER = "not_in_ledger"
+    """This instance does not know, or not any more, what the KV must be."""
 
 
 class LeftOut(str, Enum):

@@ -119,6 +119,61 @@ def loaded_blocks(
     return found
 
 
+def tier_blocks(
+    kv_cache_config: KVCacheConfig,
+    blocks: KVCacheBlocks,
+    first_token: int,
+    num_tokens: int,
+    is_sync: bool,
+) -> TransferredBlocks:
+    """Find the blocks that a request loads from a cache tier, by block hashes.
+
+    A window is not clipped: the blocks that have left it are null. Blocks that a
+    synchronous load brings have their hashes from the moment they are allocated, so
+    there their position tells.
+
+    Args:
+        kv_cache_config: the KV cache groups.
+        blocks: the request's `KVCacheBlocks` when the load starts.
+        first_token: the first token that is not local.
+        num_tokens: tokens of the request that are local or loaded.
+        is_sync: whether the load ends in the step that starts it.
+
+    """
+    found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
+    for group_id in kv_cache_config.transfer_group_ids:
+        spec, row = group_spec(kv_cache_config, group_id), blocks.blocks[group_id]
+        row = row[: -(-num_tokens // spec.block_size)]
+        start: int | None
+        if is_sync:
+            start = _first_not_null(row, first_token // spec.block_size)
+        elif isinstance(spec, MambaSpec):
+            start = len(row) - bool(_unhashed_ids(row[-1:]))
+        else:
+            start = _first_unhashed(row)
+        if start is None:
+            found.left_out.add(group_id)
+            continue
+        ids = [block.block_id for block in row[start:]]
+        if not ids:
+            found.empty.add(group_id)
+        elif isinstance(spec, MambaSpec):
+            found.blocks.groups[group_id] = (0, ids[-1:])
+        else:
+            found.blocks.groups[group_id] = (start, np.array(ids, np.int64))
+    return found
+
+
+def _first_not_null(row: Sequence[KVCacheBlock], start: int) -> int | None:
+    """Return where in a row, from `start` on, the null blocks end.
+
+    Return None if others follow.
+    """
+    nulls = [block.is_null for block in row[start:]]
+    leading = nulls.index(False) if False in nulls else len(nulls)
+    return None if any(nulls[leading:]) else start + leading
+
+
 def _unhashed_ids(row: Sequence[KVCacheBlock]) -> list[int]:
     """Return the ids of a row's blocks that are neither null nor hashed."""
     return [b.block_id for b in row if b.block_hash is None and not b.is_null]

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import Ledger
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import LedgerLoads
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
     KVChecksumScheduler,
 )
@@ -64,9 +66,37 @@ def create_kv_checksum_scheduler(
     else:
         for one, instance in zip(coverage, _single_connectors(connector), strict=True):
             _log_coverage_of(one, instance, transfer)
+    ledger = None
+    if any(one.by_ledger for one in coverage):
+        ledger = _create_ledger(vllm_config, kv_cache_manager, kv_cache_config)
+        connector.set_kv_checksum_ledger(ledger)
     return KVChecksumScheduler(
-        vllm_config, connector, kv_cache_manager, kv_cache_config
+        vllm_config, connector, kv_cache_manager, kv_cache_config, ledger
     )
+
+
+def _create_ledger(
+    vllm_config: VllmConfig,
+    kv_cache_manager: KVCacheManager,
+    kv_cache_config: KVCacheConfig,
+) -> LedgerLoads:
+    """Create the ledger, and have the block pools tell it which blocks become full."""
+    parallel = vllm_config.parallel_config
+    ledger = LedgerLoads(
+        Ledger(transfer_config(vllm_config).kv_checksum_ledger_blocks),
+        kv_cache_config,
+        kv_cache_manager.block_pool.hash_block_size,
+        parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+    )
+    for manager in kv_cache_manager.coordinator.single_type_managers:
+        manager.block_pool.kv_checksum_ledger = ledger
+    logger.info(
+        "KV checksums: the ledger remembers the sums of %d blocks that this instance "
+        "computes (%d MiB)",
+        ledger.ledger.num_entries,
+        ledger.ledger.num_bytes // 2**20,
+    )
+    return ledger
 
 
 def _single_connectors(connector: KVConnectorBase_V1) -> Iterator[KVConnectorBase_V1]:
@@ -94,7 +124,9 @@ def _log_coverage_of(
     logger.info(
         "KV checksums are on: loads through %s are verified, %s, %s",
         covered.name,
-        _how_brought(connector),
+        "by the ledger of what this instance computed"
+        if covered.by_ledger
+        else _how_brought(connector),
         f"fail-closed ({transfer.kv_load_failure_policy})"
         if transfer.kv_checksum_fail_closed
         else "fail-open",

@@ -24,6 +24,9 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
+_FROM_TIERS = (None, KVChecksumCarrier.STORED, KVChecksumCarrier.LEDGER)
+"""Carriers of loads whose connector offers them to every request of the prefix."""
+
 
 class NotComparable(Exception):
     """Raised if the workers' records do not add up to what was asked for.
@@ -138,6 +141,8 @@ class PendingLoad(PendingSend):
         params: the request's ``kv_transfer_params`` when the load started.
         connector: the name of the connector that loads it.
         unverified: why it will not be compared in any case, or None.
+        is_sync: whether it ends in the step in which it starts.
+        num_tokens: tokens of the request that are local or loaded.
         empty: groups of which it brings nothing.
         computes_last: whether its last token is computed here all the same.
         sent: the payload that `params` held, or why it does not decode.
@@ -149,6 +154,8 @@ class PendingLoad(PendingSend):
     params: dict[str, Any] = field(default_factory=dict)
     connector: str = ""
     unverified: Unverified | None = None
+    is_sync: bool = False
+    num_tokens: int = 0
     empty: set[int] = field(default_factory=set)
     computes_last: bool = False
     sent: KVChecksumPayload | ValueError | None = None
@@ -161,9 +168,7 @@ class PendingLoad(PendingSend):
         Loads of a prefill instance's KV are offered once. But where the request also
         asks to be sent on (NIXL pull), they are offered as those of a decode instance.
         """
-        return self.carrier in (None, KVChecksumCarrier.STORED) or bool(
-            self.params.get("do_remote_decode")
-        )
+        return self.carrier in _FROM_TIERS or bool(self.params.get("do_remote_decode"))
 
     def payload(self) -> KVChecksumPayload | None:
         """Decode the producer's payload; return None if there is none.

@@ -6,8 +6,9 @@ Producer: the step that finishes a prompt's KV asks the workers to sum it
 (`add_send`); when the request ends, the parts become a payload
 (`request_finished`). Consumer: the step that starts a load asks the workers to
 sum it once it arrives (`add_recv`); when every worker reports it finished, the
-sums are compared with the payload (`verify`), or with checksums that came back from
-an offload tier (`StoredLoads`).
+sums are compared with the payload (`verify`), with checksums that came back from
+an offload tier (`StoredLoads`), or with those of what was computed here
+(`LedgerLoads`).
 
 Every load that starts ends as one of: verified, mismatch, unverified, failed by its
 connector, aborted. The counters of these add up to that of loads started.
@@ -39,9 +40,14 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     holds_states,
     loaded_blocks,
     sent_blocks,
+    tier_blocks,
     units_of_group,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.comparison import Comparison
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import (
+    FULL_BLOCKS,
+    LedgerLoads,
+)
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
     PendingLoad,
@@ -54,6 +60,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
     remote_engine,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import users_of
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     declares,
     serving_connector,
@@ -74,6 +81,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -92,6 +100,7 @@ class KVChecksumScheduler:
         connector: the scheduler-side KV connector.
         kv_cache_manager: the manager that knows a request's blocks.
         kv_cache_config: the KV cache groups.
+        ledger: judges loads that bring no checksums; None if nobody does.
 
     """
 
@@ -101,6 +110,7 @@ class KVChecksumScheduler:
         connector: KVConnectorBase_V1,
         kv_cache_manager: KVCacheManager,
         kv_cache_config: KVCacheConfig,
+        ledger: LedgerLoads | None = None,
     ) -> None:
         transfer, parallel = transfer_config(vllm_config), vllm_config.parallel_config
         self.fail_closed: bool = transfer.kv_checksum_fail_closed
@@ -127,6 +137,11 @@ class KVChecksumScheduler:
         # Requests to be sent whose prompts are not fully computed yet.
         self._unsummed: set[str] = set()
         self._declined: set[str] = set()
+        # Requests that ask no cache tier again, because a load of theirs was bad.
+        self._computes: set[str] = set()
+        # Running requests that must not go on with the KV that they have.
+        self._stopped: set[str] = set()
+        self._failed: set[str] = set()
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
         self._skipped_groups: dict[int, str] = {}
@@ -135,6 +150,7 @@ class KVChecksumScheduler:
         self._errors: dict[str, str] = {}
         self._hash_block_size: int = kv_cache_manager.block_pool.hash_block_size
         self._stored = StoredLoads(connector, kv_cache_config, self._hash_block_size)
+        self.ledger = ledger
 
     def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
         """Count a group, or a part of it, that is left out; log each reason once."""
@@ -174,31 +190,62 @@ class KVChecksumScheduler:
 
     # ---- schedule()
 
-    def admit(self, request: Request, num_tokens: int | None, is_async: bool) -> bool:
-        """Tell whether a request may load the tokens that its connector offers.
+    def admit(
+        self,
+        request: Request,
+        num_local_tokens: int,
+        num_tokens: int | None,
+        is_async: bool,
+    ) -> tuple[int | None, bool]:
+        """Return how many of the tokens that its connector offers a request may load.
 
-        A load in the step that uses it takes effect before any check could end; with
-        fail-closed, the request computes these tokens instead.
+        Fail-closed, a load that takes effect before any check could end is declined:
+        the request computes these tokens instead. So it does where a load of its was
+        bad, and from the first block on that was found bad before.
 
         Args:
             request: the request that is scheduled.
+            num_local_tokens: tokens that it has already.
             num_tokens: tokens that the connector offers; None if it does not know yet.
             is_async: whether they are loaded before the step that uses them.
 
+        Returns:
+            The number of tokens and whether they are loaded asynchronously.
+
         """
-        if is_async or not num_tokens or not self.fail_closed:
-            return True
+        if not num_tokens:
+            return num_tokens, is_async
         req_id = request.request_id
-        if req_id not in self._declined:
-            self._declined.add(req_id)
-            name = type(serving_connector(self.connector, request)).__name__
-            verdict = LoadVerdict(unverified=Unverified.SYNC_LOAD)
-            self._stats[metrics.LOADS_STARTED] += 1
-            self._stats[metrics.loads_key(verdict.outcome, None)] += 1
-            self._stats[metrics.unverified_key(Unverified.SYNC_LOAD)] += 1
-            self._stats[metrics.RECOMPUTED] += 1
-            self._reporter.load(req_id, verdict, name, "computed instead of loaded")
-        return False
+        if req_id in self._computes:
+            return 0, False
+        if self.ledger is None:
+            if is_async or not self.fail_closed:
+                return num_tokens, is_async
+            self._decline(request)
+            return 0, False
+        connector = serving_connector(self.connector, request)
+        if connector.kv_checksum_carrier(request, receiving=True) is not None:
+            return num_tokens, is_async
+        allowed = self.ledger.num_allowed(request, num_local_tokens, num_tokens)
+        if allowed == num_tokens:
+            return num_tokens, is_async
+        if not allowed:
+            return 0, False
+        return self.connector.limit_matched_tokens(request, num_local_tokens, allowed)
+
+    def _decline(self, request: Request) -> None:
+        """Count and log, once per request, a load that is computed instead."""
+        req_id = request.request_id
+        if req_id in self._declined:
+            return
+        self._declined.add(req_id)
+        name = type(serving_connector(self.connector, request)).__name__
+        verdict = LoadVerdict(unverified=Unverified.SYNC_LOAD)
+        self._stats[metrics.LOADS_STARTED] += 1
+        self._stats[metrics.loads_key(verdict.outcome, None)] += 1
+        self._stats[metrics.unverified_key(Unverified.SYNC_LOAD)] += 1
+        self._stats[metrics.RECOMPUTED] += 1
+        self._reporter.load(req_id, verdict, name, "computed instead of loaded")
 
     def add_recv(
         self,
@@ -213,17 +260,8 @@ class KVChecksumScheduler:
         """
         req_id = request.request_id
         connector = serving_connector(self.connector, request)
-        carrier = connector.kv_checksum_carrier(request, receiving=True)
-        unverified = None
-        if not is_async:
-            carrier, unverified = None, Unverified.SYNC_LOAD
-        elif carrier is None:
-            if self._stored.covers(request, num_tokens - num_local_tokens):
-                carrier = KVChecksumCarrier.STORED
-            elif declares(type(connector), "kv_checksum_carrier"):
-                unverified = Unverified.FROM_DECODE
-            else:
-                unverified = Unverified.NO_CARRIER
+        number = num_tokens - num_local_tokens
+        carrier, unverified = self._carrier(request, connector, number, is_async)
         load = PendingLoad(
             req_id,
             KVChecksumBlocks(num_tokens, {}),
@@ -231,10 +269,21 @@ class KVChecksumScheduler:
             params=wire.transfer_params(request),
             connector=type(connector).__name__,
             unverified=unverified,
+            is_sync=not is_async,
+            num_tokens=num_tokens,
         )
         if unverified is None:
             blocks = self.kv_cache_manager.get_blocks(req_id)
-            found = loaded_blocks(self.kv_cache_config, blocks, num_tokens)
+            if carrier is KVChecksumCarrier.LEDGER:
+                found = tier_blocks(
+                    self.kv_cache_config,
+                    blocks,
+                    num_local_tokens,
+                    num_tokens,
+                    not is_async,
+                )
+            else:
+                found = loaded_blocks(self.kv_cache_config, blocks, num_tokens)
             for group_id in found.left_out:
                 self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
             load.blocks, load.empty = found.blocks, found.empty
@@ -248,6 +297,28 @@ class KVChecksumScheduler:
             self._stats[metrics.LOADS_ABORTED] += 1
         self._recvs[req_id] = load
         self._started.append(load)
+        if self.ledger is not None:
+            self.ledger.set_loaded(req_id, num_tokens)
+
+    def _carrier(
+        self,
+        request: Request,
+        connector: KVConnectorBase_V1,
+        num_tokens: int,
+        is_async: bool,
+    ) -> tuple[KVChecksumCarrier | None, Unverified | None]:
+        """Return what a load that starts is compared with, or why it is not."""
+        if is_async:
+            carrier = connector.kv_checksum_carrier(request, receiving=True)
+            if carrier is not None:
+                return carrier, None
+            if self._stored.covers(request, num_tokens):
+                return KVChecksumCarrier.STORED, None
+            if declares(type(connector), "kv_checksum_carrier"):
+                return None, Unverified.FROM_DECODE
+        if self.ledger is not None:
+            return KVChecksumCarrier.LEDGER, None
+        return None, Unverified.NO_CARRIER if is_async else Unverified.SYNC_LOAD
 
     def add_send(self, request: Request) -> None:
         """Ask for the sums of a prompt whose KV the step being scheduled finishes."""
@@ -285,7 +356,29 @@ class KVChecksumScheduler:
                 if request.num_prompt_tokens <= request.num_computed_tokens:
                     self._unsummed.discard(req_id)
                     self.add_send(request)
+        if self.ledger is not None:
+            self._ask_for_full_blocks(self.ledger, output, requests)
         output.kv_checksum_scheduled = self.build_checksum_meta()
+
+    def _ask_for_full_blocks(
+        self,
+        ledger: LedgerLoads,
+        output: SchedulerOutput,
+        requests: Mapping[str, Request],
+    ) -> None:
+        """Have workers sum what becomes full in this step, and what it loads."""
+        loads = {load.req_id: load for load in self._started}
+        for req_id in (output.preempted_req_ids or set()) - loads.keys():
+            ledger.forget(req_id)
+        for load in loads.values():
+            if load.is_sync and load.carrier is KVChecksumCarrier.LEDGER:
+                # All slots that the step fills count, so that blocks are whole.
+                request = requests[load.req_id]
+                tokens = min(request.num_computed_tokens, request.num_tokens)
+                load.blocks.num_tokens = max(tokens, load.num_tokens)
+        full = ledger.take_full_blocks(output.num_scheduled_tokens, next(self._seqs))
+        if full is not None:
+            self._scheduled.full_blocks[FULL_BLOCKS] = full
 
     def build_checksum_meta(self) -> KVChecksumScheduled | None:
         """Return the blocks that the step asks workers to sum, and start anew.
@@ -294,8 +387,8 @@ class KVChecksumScheduler:
         """
         for load in self._started:
             load.take_sent()
-            if load.unverified is Unverified.SYNC_LOAD:
-                self._scheduled.sync_loads[load.req_id] = load.blocks.seq
+            if load.is_sync:
+                self._scheduled.sync_loads[load.req_id] = load.blocks
             elif load.carrier is KVChecksumCarrier.STORED:
                 load.blocks.stored = True
                 self._scheduled.reqs_to_load[load.req_id] = load.blocks
@@ -312,14 +405,17 @@ class KVChecksumScheduler:
         self._reporter.tick()
         if output is None or output.kv_checksums is None:
             return
+        pending = self.ledger.pending() if self.ledger is not None else ()
         for record in output.kv_checksums.finalize():
+            for full in pending:
+                full.take(record)
             if not record.skipped_groups.keys() <= self._skipped_groups.keys():
                 self._note_skipped(record.skipped_groups)
             for req_id in record.checksums:
                 for table in (self._sends, self._recvs):
-                    pending = table.get(req_id)
-                    if pending is not None:
-                        pending.take(record)
+                    asked = table.get(req_id)
+                    if asked is not None:
+                        asked.take(record)
             for req_id, data in record.received.items():
                 load = self._recvs.get(req_id)
                 # An intact copy takes the place of a damaged one, which is empty.
@@ -353,20 +449,33 @@ class KVChecksumScheduler:
 
         """
         bad: dict[str, int] = {}
-        if not self._recvs:
-            return bad
+        if self._recvs:
+            self._judge_ended(output, requests, known_failed, scheduled, bad)
+        if self.ledger is not None:
+            # Behind the verdicts, because some of it may rest on bad loads.
+            self.ledger.enter_reported()
+        return bad
+
+    def _judge_ended(
+        self,
+        output: KVConnectorOutput | None,
+        requests: Mapping[str, Request],
+        known_failed: Iterable[str],
+        scheduled: KVChecksumScheduled | None,
+        bad: dict[str, int],
+    ) -> None:
+        """Judge the loads that end with a step; what must fail is added to `bad`."""
         failed = {*known_failed, *(getattr(output, "failed_recving", None) or ())}
         for req_id in failed & self._recvs.keys():
             self._give_up(req_id, requests, bad)
         for req_id in getattr(output, "finished_recving", None) or ():
             load = self._recvs.get(req_id)
-            if load is not None and load.unverified is not Unverified.SYNC_LOAD:
+            if load is not None and not load.is_sync:
                 self._end(req_id, requests, bad)
-        for req_id, seq in scheduled.sync_loads.items() if scheduled else ():
+        for req_id, blocks in scheduled.sync_loads.items() if scheduled else ():
             load = self._recvs.get(req_id)
-            if load is not None and load.blocks.seq == seq:
+            if load is not None and load.blocks.seq == blocks.seq:
                 self._end(req_id, requests, bad)
-        return bad
 
     def _give_up(
         self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
@@ -378,7 +487,11 @@ class KVChecksumScheduler:
         load = self._recvs.pop(req_id)
         self._stats[metrics.LOADS_FAILED] += 1
         request = requests.get(req_id)
-        if request is None or load.unverified is Unverified.SYNC_LOAD:
+        if request is None:
+            return
+        if self.ledger is not None:
+            self.ledger.set_loaded(req_id, request.num_computed_tokens)
+        if load.is_sync:
             return
         if load.blocks.stored or (self.fail_closed and load.may_be_offered_again):
             self._stored.give_up(request)
@@ -395,10 +508,12 @@ class KVChecksumScheduler:
         """
         load = self._recvs.pop(req_id)
         request = requests.get(req_id)
-        is_sync = load.unverified is Unverified.SYNC_LOAD
-        if request is None or (
-            not is_sync and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
-        ):
+        awaited = (
+            RequestStatus.RUNNING
+            if load.is_sync
+            else RequestStatus.WAITING_FOR_REMOTE_KVS
+        )
+        if request is None or request.status != awaited:
             self._stats[metrics.LOADS_ABORTED] += 1
             return
         verdict = self._judge(request, load)
@@ -406,10 +521,14 @@ class KVChecksumScheduler:
             self._log_unbound(req_id)
         for group_id, reason in verdict.left_out.items():
             self._leave_out(req_id, group_id, reason)
-        self._count(verdict, load.carrier)
+        self._count(verdict, load)
         if verdict.outcome != "verified":
             self._see_to(request, load, verdict, bad)
-        if req_id not in bad:
+        elif self.ledger is not None:
+            self.ledger.enter_load(request, load)
+        if load.is_sync:
+            self._stop_users(load, verdict, requests, bad)
+        elif req_id not in bad:
             # Last, because blocks are dropped from a store by the request's hashes.
             self._keep_away(request, load, verdict)
 
@@ -426,16 +545,104 @@ class KVChecksumScheduler:
         """
         req_id = load.req_id
         kept = self._kept_tokens(load, verdict)
-        self._reporter.load(req_id, verdict, self._source(load), self._action(kept))
+        action = self._action(load, kept)
+        self._reporter.load(req_id, verdict, self._source(load), action)
         if load.blocks.stored and verdict.mismatched:
             dropped = self._stored.drop_mismatched(request, verdict)
             self._stats[metrics.STORED_BLOCKS_DROPPED] += dropped
-        if self.fail_closed:
+        if self.ledger is not None and load.carrier is KVChecksumCarrier.LEDGER:
+            self.ledger.deny(request, load, verdict, next(self._seqs))
+            if self.fail_closed:
+                self.ledger.deny_unknown(request, load, next(self._seqs))
+                self._computes.add(req_id)
+        elif self.fail_closed and load.may_be_offered_again:
+            self._stored.give_up(request)
+        if self.fail_closed and not load.is_sync:
             bad[req_id] = kept
-            if load.may_be_offered_again:
-                self._stored.give_up(request)
-            if not self.recompute:
+            if self._fails(load):
                 self._errors[req_id] = client_error(verdict)
+            elif self.ledger is not None:
+                self.ledger.set_loaded(req_id, kept)
+
+    def _fails(self, load: PendingLoad) -> bool:
+        """Tell whether a request whose load fails ends with an error.
+
+        vLLM has no way to compute a synchronous load again where blocks are of several
+        groups.
+        """
+        several = len(self.kv_cache_config.kv_cache_groups) > 1
+        return not self.recompute or (load.is_sync and several)
+
+    def _stop_users(
+        self,
+        load: PendingLoad,
+        verdict: LoadVerdict,
+        requests: Mapping[str, Request],
+        bad: dict[str, int],
+    ) -> None:
+        """Stop every request whose KV rests on what a synchronous load brought.
+
+        Its blocks were cached when it started, so others may have found them. Fail-open
+        they are served, and kept out of the prefix cache from the first bad block on.
+        """
+        assert self.ledger is not None
+        if not (verdict.mismatched or self.fail_closed):
+            return
+        whole = verdict.reason is not None and self.fail_closed
+        blocks = self.ledger.blocks_at(load, None if whole else verdict)
+        seq = next(self._seqs)
+        users = users_of(
+            blocks, requests.values(), self.kv_cache_manager, self.kv_cache_config
+        )
+        for user in list(users):
+            request, req_id = user.request, user.request.request_id
+            # What was computed from it; the loaded blocks were judged one by one.
+            behind = max(user.first_token, load.num_tokens)
+            self.ledger.deny_from(request, behind, seq)
+            self.kv_cache_manager.evict_blocks(user.block_ids)
+            if not self.fail_closed:
+                disown(request, user.first_token, self._hash_block_size)
+                continue
+            self.ledger.forget(req_id)
+            if self._fails(load):
+                self._errors[req_id] = client_error(verdict)
+            if request.status == RequestStatus.RUNNING:
+                self._stopped.add(req_id)
+            else:
+                bad[req_id] = 0
+            if req_id != load.req_id:
+                failed = metrics.FAILED if self._fails(load) else metrics.RECOMPUTED
+                self._stats[failed] += 1
+
+    def stop_users(self, scheduler: Scheduler) -> set[str]:
+        """Stop the running requests whose KV is bad, so that no token of theirs leaves.
+
+        They are preempted, and what is in flight of them is dropped; or they end with
+        an error, which `take_failed` names.
+
+        Args:
+            scheduler: vLLM's scheduler.
+
+        Returns:
+            Ids of the requests whose output of this step does not count.
+
+        """
+        stopped, self._stopped = self._stopped, set()
+        if self._errors.keys() & stopped:
+            self._failed |= stopped
+            return stopped
+        timestamp = time.monotonic()
+        for request in [r for r in scheduler.running if r.request_id in stopped][::-1]:
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, timestamp, drop_stale_output=True)
+            # It may resume in the next step, as if it had not been in this one.
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        return set()
+
+    def take_failed(self) -> set[str]:
+        """Return the running requests that must end with an error."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def _keep_away(
         self, request: Request, load: PendingLoad, verdict: LoadVerdict
@@ -468,7 +675,10 @@ class KVChecksumScheduler:
         """Describe the store, connector or engine that a load came from."""
         if load.blocks.stored:
             return f"store of {load.connector}"
-        if load.unverified in (Unverified.NO_CARRIER, Unverified.SYNC_LOAD):
+        if load.carrier is KVChecksumCarrier.LEDGER or load.unverified in (
+            Unverified.NO_CARRIER,
+            Unverified.SYNC_LOAD,
+        ):
             return load.connector
         return remote_engine(load.params)
 
@@ -524,6 +734,9 @@ class KVChecksumScheduler:
         if self._recvs.pop(req_id, None) is not None:
             self._stats[metrics.LOADS_ABORTED] += 1
         self._declined.discard(req_id)
+        self._computes.discard(req_id)
+        if self.ledger is not None:
+            self.ledger.forget(req_id)
         self._unsummed.discard(req_id)
         send = self._sends.pop(req_id, None)
         if request.status not in _SENT_STATUSES:
@@ -570,6 +783,9 @@ class KVChecksumScheduler:
         """Compare a load with its payload or its stored block checksums."""
         if load.unverified is not None:
             return LoadVerdict(unverified=load.unverified)
+        if load.carrier is KVChecksumCarrier.LEDGER:
+            assert self.ledger is not None
+            return self.ledger.judge(request, load)
         if not load.blocks.stored:
             return self._comparison.judge(request, load)
         try:
@@ -584,11 +800,13 @@ class KVChecksumScheduler:
     def take_stats(self) -> dict[str, int] | None:
         """Return the counts since the last call by key of `metrics`; None for none."""
         stats, self._stats = self._stats, Counter()
+        if self.ledger is not None:
+            stats.update(self.ledger.take_stats())
         return dict(stats) or None
 
-    def _count(self, verdict: LoadVerdict, carrier: KVChecksumCarrier | None) -> None:
+    def _count(self, verdict: LoadVerdict, load: PendingLoad) -> None:
         outcome = verdict.outcome
-        self._stats[metrics.loads_key(outcome, carrier)] += 1
+        self._stats[metrics.loads_key(outcome, load.carrier)] += 1
         if outcome == "unverified" and verdict.reason is not None:
             self._stats[metrics.unverified_key(verdict.reason)] += 1
         if verdict.other_prompt:
@@ -596,9 +814,12 @@ class KVChecksumScheduler:
         self._stats[metrics.BLOCKS_COMPARED] += verdict.num_compared
         self._stats[metrics.BLOCKS_MISMATCHED] += verdict.num_mismatched
         if outcome != "verified" and self.fail_closed:
-            self._stats[metrics.RECOMPUTED if self.recompute else metrics.FAILED] += 1
+            failed = metrics.FAILED if self._fails(load) else metrics.RECOMPUTED
+            self._stats[failed] += 1
 
-    def _action(self, kept: int) -> str:
+    def _action(self, load: PendingLoad, kept: int) -> str:
         if not self.fail_closed:
             return "served as loaded"
-        return f"recomputing from token {kept}" if self.recompute else "request failed"
+        return (
+            "request failed" if self._fails(load) else f"recomputing from token {kept}"
+        )

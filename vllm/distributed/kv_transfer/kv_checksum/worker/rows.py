@@ -42,7 +42,8 @@ def build_rows(
     """Build the rows of all groups, as `SumRows` takes them.
 
     A block's units follow one another; a unit's number is that in its block plus the
-    units of all blocks of lower ids. Each group starts at an even column, so that
+    units of all blocks of lower ids. Blocks follow one another in the request, or each
+    has a position of its own. Each group starts at an even column, so that
     reads of it stay 16-byte aligned. A request whose blocks of a group are none has a
     span of no rows.
 
@@ -61,13 +62,18 @@ def build_rows(
     at = 0
     for group_id, group in groups.items():
         found = [
-            (req_id, blocks.num_tokens, *blocks.groups[group_id])
+            (
+                req_id,
+                blocks.num_tokens,
+                blocks.positions.get(group_id),
+                *blocks.groups[group_id],
+            )
             for req_id, blocks in work.items()
             if group_id in blocks.groups
         ]
         if not found:
             continue
-        req_ids, num_tokens, starts, ids = zip(*found, strict=True)
+        req_ids, num_tokens, apart, starts, ids = zip(*found, strict=True)
         per_block = group.units_per_block
         # Without a dtype, an empty list would become an array of floats.
         ids = [np.asarray(i, np.int64) for i in ids]
@@ -81,6 +87,10 @@ def build_rows(
             blocks = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
         table[0, :total] = blocks
         position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
+        for end, length, positions in zip(ends, lengths, apart, strict=True):
+            if positions is not None:
+                units = positions[:, None] * per_block + np.arange(per_block)
+                position[end - length : end] = units.ravel()
         first = np.multiply(position, group.unit_size, out=table[1, :total])
         valid = np.repeat(num_tokens, lengths) - first
         np.clip(valid, 0, group.unit_size, out=table[2, :total])

@@ -182,6 +182,7 @@ class KVChecksumWorker:
             (len(g.replica_keys) for g in self.groups.values()), default=1
         )
         self._sends: dict[str, KVChecksumBlocks] = {}
+        self._full_blocks: dict[str, KVChecksumBlocks] = {}
         self._recvs: dict[str, KVChecksumBlocks] = {}
         self._started: set[str] = set()
         self._equal_tp = frozenset(i for i, g in self.groups.items() if g.equal_tp)
@@ -232,9 +233,11 @@ class KVChecksumWorker:
 
     def bind(self, scheduled: KVChecksumScheduled | None) -> None:
         """Take over the blocks that the scheduler asks for. Call this once per step."""
-        self._sends, self._started = {}, set()
+        self._sends, self._full_blocks, self._started = {}, {}, set()
         if scheduled is not None:
             self._sends = scheduled.reqs_to_send
+            loads = {r: b for r, b in scheduled.sync_loads.items() if b.groups}
+            self._full_blocks = {**loads, **scheduled.full_blocks}
             started = {**scheduled.reqs_to_recv, **scheduled.reqs_to_load}
             self._recvs.update(started)
             self._started = {*started}
@@ -281,12 +284,17 @@ class KVChecksumWorker:
         return output
 
     def finalize_step(self, output: KVChecksumOutput | None) -> KVChecksumOutput | None:
-        """Sum this step's sends, after everything that writes their KV."""
+        """Sum what this step writes or loads, after everything that writes KV.
+
+        A request may be sent and loaded in one step, so there are two records.
+        """
         sends, self._sends = self._sends, {}
-        sums = self._sum(sends)
-        if output is None or sums is None:
-            return output or sums
-        return output.aggregate(sums)
+        full_blocks, self._full_blocks = self._full_blocks, {}
+        for work in (sends, full_blocks):
+            sums = self._sum(work)
+            if sums is not None:
+                output = sums if output is None else output.aggregate(sums)
+        return output
 
     def init_block_checksums(self, group_ids: Collection[int]) -> torch.Tensor:
         """Keep a block checksum per block for these KV cache groups.

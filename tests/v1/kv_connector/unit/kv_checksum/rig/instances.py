@@ -343,9 +343,12 @@ class Instance:
         if len(self.steps) <= self.steps_ahead:
             return None
         output = self.steps.popleft()
+        self.before_forward(output)
         for req_id, (first, last) in spans(output).items():
-            if req_id in self.scheduler.requests:
-                self.write(self.scheduler.requests[req_id], first, last)
+            request = self.scheduler.requests.get(req_id)
+            # Of a request that was preempted meanwhile, nothing counts.
+            if request is not None and not request.num_stale_output_tokens:
+                self.write(request, first, last)
             self.scheduled.append((req_id, last - first))
         reports = self.transport.step(self, producer, output)
         self.on_reports(reports)
@@ -400,6 +403,9 @@ class Instance:
             for key, number in (stats or {}).items():
                 self.stats[key] = self.stats.get(key, 0) + number
         return results
+
+    def before_forward(self, output) -> None:
+        """What a connector loads in the step that uses it."""
 
     def copy_states(self, producer, ours, theirs) -> None:
         """Transfer what is not copied token by token; block ids are per group."""

@@ -147,6 +147,10 @@ def summed_blocks(output: Any) -> dict[str, dict[int, tuple[int, list[int]]]]:
             g: (start, [int(i) for i in ids])
             for g, (start, ids) in blocks.groups.items()
         }
-        for asked in (scheduled.reqs_to_recv, scheduled.reqs_to_load)
+        for asked in (
+            scheduled.reqs_to_recv,
+            scheduled.reqs_to_load,
+            {r: b for r, b in scheduled.sync_loads.items() if b.groups},
+        )
         for req_id, blocks in asked.items()
     }

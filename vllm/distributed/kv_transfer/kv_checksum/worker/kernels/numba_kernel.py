@@ -9,10 +9,9 @@ and along consecutive slices, so every loop here is a run of pieces under
 makes SIMD of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -25,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     GOLDEN_FACTOR,
     MASK64,
 )
+from vllm.distributed.kv_transfer.kv_checksum.jit import jit
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView, SumRows
 
 _ONE, _TWO, _32, _33 = (np.uint64(n) for n in (1, 2, 32, 33))
@@ -40,14 +40,7 @@ _AHEAD, _CACHE_LINE = 1024, 8
 _UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
-def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # There is no folder to cache in.
-        return numba.njit(nogil=True)(function)
-
-
-@_jit
+@jit
 def _term(x, weight):
     y = (x ^ (x >> _33)) * weight
     folded = (y >> _32) * _FOLD
@@ -78,7 +71,7 @@ def _prefetch(typing_context, array, index):
     return types.void(array, index), generate
 
 
-@_jit
+@jit
 def _run(pieces, weight, step):
     """Sum a run of pieces under ``weight + step * i``; prefetch if the run is long.
 
@@ -100,7 +93,7 @@ def _run(pieces, weight, step):
     return total
 
 
-@_jit
+@jit
 def _run_of_2(a, b, bits, weight, step):
     """Sum as `_run` does; piece `i` is made of element `i` of `a` and of `b`."""
     total = np.uint64(0)
@@ -110,7 +103,7 @@ def _run_of_2(a, b, bits, weight, step):
     return total
 
 
-@_jit
+@jit
 def _run_of_4(a, b, c, d, bits, weight, step):
     total = np.uint64(0)
     for i in range(a.size):
@@ -121,7 +114,7 @@ def _run_of_4(a, b, c, d, bits, weight, step):
     return total
 
 
-@_jit
+@jit
 def _short_run(flat, at, stride, number, parts, bits, weight, step):
     """Sum as `_run_of_4` does; element `k` of piece `i` is ``flat[at + k*stride + i]``.
 
@@ -138,7 +131,7 @@ def _short_run(flat, at, stride, number, parts, bits, weight, step):
     return total
 
 
-@_jit
+@jit
 def _tokens(flat, at, number, shape, strides, factors, first, per_token):
     """Sum the first `number` tokens of a unit, or of a part of it, at index `at`."""
     _, _, _, _, heads, _, width = shape
@@ -174,7 +167,7 @@ def _tokens(flat, at, number, shape, strides, factors, first, per_token):
     return total
 
 
-@_jit
+@jit
 def _tokens_of_elements(
     flat, at, number, shape, strides, factors, first, per_token, parts, bits
 ):
@@ -204,7 +197,7 @@ def _tokens_of_elements(
     return total
 
 
-@_jit
+@jit
 def _sum_rows(
     flat, offset, shape, strides, factors, per_token, skip, parts, bits, rows, out
 ):

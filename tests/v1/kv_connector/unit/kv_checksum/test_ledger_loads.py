@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Loads that bring no checksums are held against what the instance computed.
+
+What is loaded is known from the tier's own metadata, what is right from the forward's
+own cells.
+"""
+
+import pytest
+
+from vllm.v1.engine import FinishReason
+
+from .rig import instances as rig
+from .rig import tier
+from .rig.instances import MODES
+
+SYNC = {"async": dict(), "sync": dict(sync=True), "late": dict(delay=3)}
+
+
+@pytest.fixture(params=SYNC)
+def how(request):
+    return SYNC[request.param]
+
+
+def make(model, *, num_blocks=40, **settings):
+    return tier.TierInstance(model, num_blocks=num_blocks, **settings)
+
+
+PROMPT = rig.tokens(200)
+
+
+def first_use(model, prompt=PROMPT, **settings):
+    """An instance that has computed a prompt and holds it in the tier alone."""
+    d = make(model, **settings)
+    assert d.ask("first", prompt).finish_reason == FinishReason.LENGTH
+    d.evict()
+    return d
+
+
+def ended_well(d, req_id):
+    return d.results[req_id][-1].finish_reason == FinishReason.LENGTH
+
+
+def test_an_intact_load_is_verified(model, how):
+    d = first_use(model, **how)
+    request = d.add("again", PROMPT, None, max_tokens=40)
+    for _ in range(8):
+        d.step()
+    assert d.answer_kv_is_right(request)
+    assert [len(ids) for (ids,) in (b.values() for b in d.loaded_blocks)] == [12]
+    assert d.outcome("verified") == d.stats["loads_started"] == 1
+    assert d.stats["blocks_compared"] == 12
+    d.run(request)
+    assert not d.stats.get("ledger_misses")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_damaged_load_is_a_mismatch(model, how, mode, log):
+    d = first_use(model, **how, **MODES[mode])
+    d.spoil = lambda d, load: tier.flip_bit(d, load, at=5)
+    request = d.add("again", PROMPT, None, max_tokens=3)
+    out = d.run(request)
+    assert d.outcome("mismatch") == 1 and d.stats["blocks_mismatched"] == 1
+    (line,) = [x for x in log if "KV checksum mismatch" in x]
+    assert "position 5 " in line and "TierConnector" in line
+    assert (out.finish_reason == FinishReason.ERROR) == (mode == "fail")
+    assert d.stats.get("failed", 0) == (mode == "fail")
+    assert d.stats.get("recomputed", 0) == (mode == "recompute")
+
+
+def test_recompute_begins_at_the_first_bad_block(model, how):
+    d = first_use(model, **how, **MODES["recompute"])
+    d.spoil = lambda d, load: tier.flip_bit(d, load, at=5)
+    request = d.add("again", PROMPT, None, max_tokens=40)
+    for _ in range(10):
+        d.step()
+    assert d.answer_kv_is_right(request)
+    computed = [n for r, n in d.scheduled if r == "again" and n > 1]
+    first = [200 - 192] if how.get("sync") else []
+    assert computed == [*first, 200 - 80]
+    assert len(d.loaded_blocks) == 1
+
+
+def test_decoded_blocks_are_remembered_too(model, how):
+    """A second turn: the prompt and its answer come back."""
+    d = make(model, **how)
+    d.ask("first", PROMPT, max_tokens=60)
+    turn = PROMPT + [7] * 59 + rig.tokens(30, 5)
+    d.evict()
+    d.ask("again", turn)
+    assert [len(ids) for (ids,) in (b.values() for b in d.loaded_blocks)] == [16]
+    assert d.outcome("verified") == 1 and d.stats["blocks_compared"] == 16
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_with_a_step_ahead(model, how, ahead):
+    """Whatever the scheduling, decoded blocks come back verified."""
+    d = make(model, async_scheduling=ahead, **how)
+    d.ask("first", PROMPT, max_tokens=60)
+    d.evict()
+    d.ask("again", PROMPT + [7] * 59 + [9] * 20)
+    assert d.loaded_blocks and d.outcome("verified") == 1
+    assert d.stats["blocks_compared"] == 16
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=2), dict(tp=4), dict(pp=2)], ids=str)
+@pytest.mark.parametrize("bad", [False, True])
+def test_parts_of_all_workers_are_added_up(model, how, sizes, bad):
+    d = first_use(model, **how, **sizes)
+    if bad:
+        d.spoil = lambda d, load: tier.flip_bit(d, load, layer=3)
+    d.ask("again", PROMPT)
+    assert d.outcome("mismatch" if bad else "verified") == 1
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_windows(model, how, bad):
+    """Of a window, what is loaded is what is compared; both groups are."""
+    d = first_use(model, window=40, num_blocks=100, **how)
+    if bad is not None:
+        d.spoil = lambda d, load: tier.flip_bit(d, load, group_id=bad)
+    d.ask("again", PROMPT)
+    (loaded,) = d.loaded_blocks
+    assert len(loaded[0]) == 12 and 3 <= len(loaded[1]) <= 4
+    assert d.outcome("verified" if bad is None else "mismatch") == 1
+    if bad is None:
+        assert d.stats["blocks_compared"] == sum(map(len, loaded.values()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_another_instance_computed_is_not_known(model, how, mode):
+    old = first_use(model, **how)
+    d = make(model, **how, **MODES[mode])
+    d.tier.stored = old.tier.stored
+    out = d.ask("r", PROMPT)
+    assert d.outcome("unverified") == d.stats["unverified:not_in_ledger"] == 1
+    assert d.stats["ledger_misses"] == 12
+    assert (out.finish_reason == FinishReason.ERROR) == (mode == "fail")
+    # It is not entered either, unless it is computed here.
+    d.evict()
+    d.ask("again", PROMPT)
+    if mode == "open":
+        assert d.stats["unverified:not_in_ledger"] == 2 and not d.outcome("verified")
+    else:
+        assert d.stats["unverified:not_in_ledger"] == 1, "it must not fail again"
+    d.evict()
+    d.ask("third", PROMPT)
+    # With "fail" the first request computed nothing.
+    assert d.outcome("verified") == dict(open=0, fail=1, recompute=2)[mode]
+    assert ended_well(d, "third")
+
+
+def swap(d, load):
+    """Two blocks change places."""
+    (_, _, a), (_, _, b) = load.blocks[0][3], load.blocks[0][7]
+    for cache in d.kv.values():
+        cache[[a, b]] = cache[[b, a]]
+
+
+def of_another_prefix(d, load):
+    """The block of the same position of another prompt."""
+    key = d.other[5]
+    for n, kv in d.tier.stored[0, key].items():
+        d.kv[n][load.blocks[0][5][2]] = kv
+
+
+def half_written(d, load):
+    for cache in d.kv.values():
+        cache[load.blocks[0][4][2], :, 8:] = 0
+
+
+def not_loaded(d, load):
+    """The block holds what its last owner left there."""
+    block = load.blocks[0][11][2]
+    for n, cache in d.kv.items():
+        cache[block] = cache[(block + 1) % d.num_blocks] if n % 2 else cache[0]
+
+
+KINDS = [swap, of_another_prefix, half_written, not_loaded]
+
+
+@pytest.mark.parametrize("damage", KINDS)
+def test_kinds_of_damage(model, how, damage):
+    d = make(model, **how)
+    other = d.add("other", rig.tokens(200, 8), None)
+    d.run(other)
+    d.other = list(other.block_hashes)
+    d.ask("first", PROMPT)
+    d.evict()
+    d.spoil = damage
+    d.ask("again", PROMPT)
+    assert d.outcome("mismatch") == 1
+    assert d.stats["blocks_mismatched"] == (2 if damage is swap else 1)
+
+
+@pytest.mark.parametrize("limits", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_block_fails_once(model, how, mode, limits):
+    """The tier keeps it; the next requests load what stands before it, or nothing."""
+    d = first_use(model, limits=limits, **how, **MODES[mode])
+    d.spoil = lambda d, load: (
+        any(a == 5 for _, a, _ in load.blocks[0]) and (tier.flip_bit(d, load, at=5))
+    )
+    d.ask("again", PROMPT)
+    assert d.outcome("mismatch") == 1
+    for number in range(3):
+        d.evict()
+        before = len(d.loaded_blocks)
+        d.ask(f"later{number}", PROMPT)
+        assert ended_well(d, f"later{number}")
+        loads = d.loaded_blocks[before:]
+        assert [len(load[0]) for load in loads] == ([5] if limits else [])
+    assert d.outcome("mismatch") == 1
+    # Stored anew, it may be loaded again.
+    request = d.add("hash", PROMPT, None)
+    d.tier.ledger.allow_stored(request, 0, 5, 6)
+    d.run(request)
+    d.evict()
+    d.spoil = lambda d, load: None
+    d.ask("last", PROMPT)
+    assert len(d.loaded_blocks[-1][0]) == 12
+    assert d.outcome("mismatch") == 1
+
+
+def test_other_bits_of_the_same_prefix_are_right_too(model, how):
+    """Computed twice, with other bits; the tier holds the first."""
+    d = make(model, **how)
+    d.ask("first", PROMPT)
+    d.evict()
+    d.tier.offers = False
+    request = d.add("second", PROMPT, None)
+    d.step()
+    d.run(request)
+    assert d.ask("x", rig.tokens(20)) and not d.loaded_blocks
+    d.evict()
+    d.ask("again", PROMPT)
+    assert d.outcome("verified") == 1
+
+
+def test_a_reset_of_the_prefix_cache_empties_it(model, how):
+    """VLLM does so when the weights are new: what was stored is KV of the old ones."""
+    d = first_use(model, **how)
+    assert d.scheduler.reset_prefix_cache()
+    d.ask("again", PROMPT)
+    assert d.stats["unverified:not_in_ledger"] == d.stats["loads_started"] == 1
+
+
+@pytest.mark.parametrize("leave", [0, 1, 9])
+@pytest.mark.parametrize("sync", [False, True])
+def test_loads_that_end_inside_a_block(model, leave, sync):
+    """A whole prompt of full blocks is stored; the connector leaves some tokens."""
+    if sync and not leave:
+        pytest.skip("a step must compute a token")
+    d = make(model, sync=sync, leave=leave)
+    prompt = rig.tokens(192)
+    d.ask("first", prompt)
+    d.evict()
+    d.ask("again", prompt)
+    assert d.stats["loads_started"] == 1
+    if sync or not leave:
+        # The rest of the last block is computed here, with the same bits.
+        assert d.outcome("verified") == 1 and d.stats["blocks_compared"] == 12
+    else:
+        assert d.stats["unverified:num_tokens"] == 1
+        assert d.stats["blocks_compared"] == 11
+
+
+def test_a_block_that_is_loaded_in_part_may_get_other_bits(model):
+    """Its last token is computed here: other bits are no mismatch, nor verified."""
+    d = make(model, sync=True, leave=1)
+    prompt = rig.tokens(192)
+    d.ask("first", prompt)
+    d.evict()
+    write = d.write
+
+    def otherwise(request, first, last):
+        write(request, first, last)
+        if request.request_id == "again" and first == 191:
+            (ids,) = d.scheduler.kv_cache_manager.get_block_ids("again")
+            d.kv[1][ids[11], 0, 15] += 1
+
+    d.write = otherwise
+    d.ask("again", prompt)
+    assert d.stats["unverified:num_tokens"] == 1 and not d.outcome("mismatch")
+
+
+# ---- who else uses what a synchronous load brought
+
+
+def served_on_wrong_kv(d):
+    """Requests that get a token while their prompt's KV is not what it must be."""
+    served, finish_step = set(), d.finish_step
+
+    def finish(output, model_output):
+        here = output.num_scheduled_tokens.keys() & d.scheduler.requests.keys()
+        requests = [d.scheduler.requests[r] for r in here]
+        wrong = {
+            r.request_id
+            for r in requests
+            if r.status == rig.RequestStatus.RUNNING and not d.answer_kv_is_right(r)
+        }
+        results = finish_step(output, model_output)
+        for client in results.values():
+            served.update(
+                wrong & {o.request_id for o in client.outputs if o.new_token_ids}
+            )
+        return results
+
+    d.finish_step = finish
+    return served
+
+
+def tokens_of(d, req_id):
+    return [t for out in d.results.get(req_id, ()) for t in out.new_token_ids]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps_later", [0, 1, 2])
+def test_others_that_found_bad_blocks_in_the_prefix_cache(
+    model, mode, ahead, steps_later
+):
+    """Scheduled in the same step as the load, in the next, or behind the verdict."""
+    d = first_use(
+        model, sync=True, num_blocks=80, async_scheduling=ahead, **MODES[mode]
+    )
+    d.spoil = lambda d, load: tier.flip_bit(d, load, at=5)
+    served = served_on_wrong_kv(d)
+    d.add("loads", PROMPT, None, max_tokens=4)
+    for _ in range(steps_later):
+        d.step()
+    d.add("shares", PROMPT + rig.tokens(20, 3), None, max_tokens=4)
+    for _ in range(30):
+        d.step()
+    assert d.outcome("mismatch") == 1
+    assert bool(served) == (mode == "open")
+    ends = {r: d.results[r][-1].finish_reason for r in ("loads", "shares")}
+    if mode == "fail":
+        assert ends["loads"] == FinishReason.ERROR
+        assert not tokens_of(d, "loads")
+        # Whoever held the block when the verdict came ends too; later ones compute.
+        met = steps_later == 0 or (ahead and steps_later == 1)
+        assert (ends["shares"] == FinishReason.ERROR) == met
+        assert len(tokens_of(d, "shares")) == (0 if met else 4)
+    else:
+        assert set(ends.values()) == {FinishReason.LENGTH}
+        assert len(tokens_of(d, "loads")) == len(tokens_of(d, "shares")) == 4
+    # Nothing that rests on it is found by its good hash.
+    last = d.add("last", PROMPT + rig.tokens(20, 3), None, max_tokens=30)
+    d.spoil = lambda d, load: None
+    for _ in range(6):
+        d.step()
+    assert d.answer_kv_is_right(last)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_several_groups_end_with_the_error_and_the_engine_goes_on(model, ahead):
+    """VLLM raises where invalid blocks are of several groups."""
+    settings = dict(window=40, num_blocks=100, async_scheduling=ahead)
+    d = first_use(model, sync=True, **settings, **MODES["recompute"])
+    d.spoil = lambda d, load: tier.flip_bit(d, load, group_id=1)
+    out = d.ask("again", PROMPT)
+    assert out.finish_reason == FinishReason.ERROR and not tokens_of(d, "again")
+    assert d.stats["failed"] == 1 and not d.stats.get("recomputed")
+    d.spoil = lambda d, load: None
+    request = d.add("next", PROMPT, None, max_tokens=30)
+    for _ in range(6):
+        d.step()
+    assert d.answer_kv_is_right(request)
+    d.run(request)
+    assert ended_well(d, "next")

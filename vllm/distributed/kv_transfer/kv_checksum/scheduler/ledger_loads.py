@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Enter the sums of the blocks that this instance computes, and judge loads by them.
+
+Where a connector brings back KV without checksums, the instance knows what it must be:
+it computed it. The block pool tells which blocks become full in a step (`note`);
+workers sum them in that step, like a send, and their sums are entered in the ledger
+under the blocks' hashes. Blocks that were loaded are entered only once they are
+verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm.distributed.kv_transfer.kv_checksum import metrics
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    KVChecksumBlocks,
+    replica_checks,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
+    holds_states,
+    units_of_group,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.denied import DeniedBlocks
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import (
+    KnownSums,
+    Ledger,
+    ledger_keys,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
+    NotComparable,
+    PendingLoad,
+    PendingSend,
+)
+from vllm.distributed.kv_transfer.kv_checksum.stored import hashes_of_blocks
+from vllm.distributed.kv_transfer.kv_checksum.verdict import (
+    MAX_SAMPLES,
+    Difference,
+    GroupVerdict,
+    LoadVerdict,
+    Unverified,
+)
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_NULL_BLOCK = 0
+
+_ALL_TOKENS = 2**62
+"""More tokens than any request has: all slots of full blocks count."""
+
+FULL_BLOCKS = "\0full blocks"
+"""The name under which workers report blocks that became full; no request has it."""
+
+
+@dataclass
+class FullBlocks(PendingSend):
+    """Blocks that became full in one step, while workers sum them.
+
+    Attributes:
+        keys: the blocks' keys, by KV cache group.
+
+    """
+
+    keys: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
+class _Run:
+    """The blocks of one group that became full in a step."""
+
+    ids: list[int] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+
+    def add(
+        self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash], start: int
+    ) -> None:
+        self.ids += [block.block_id for block in blocks]
+        self.hashes += hashes
+        self.positions.append(np.arange(start, start + len(blocks)))
+
+
+class LedgerLoads:
+    """Keeps the ledger of one instance, and judges its loads by it.
+
+    Args:
+        ledger: the table of sums.
+        kv_cache_config: the KV cache groups.
+        hash_block_size: tokens per block hash of a request.
+        num_workers: number of workers that must report (TP times PP).
+
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        kv_cache_config: KVCacheConfig,
+        hash_block_size: int,
+        num_workers: int,
+    ) -> None:
+        self.ledger = ledger
+        self.denied = DeniedBlocks()
+        self._misses = 0
+        self._told = 0
+        self._num_workers = num_workers
+        self._kv_cache_config = kv_cache_config
+        self._hash_block_size = hash_block_size
+        groups = kv_cache_config.kv_cache_groups
+        # Of a group that holds states, a block holds one, after all of its tokens.
+        self._block_sizes: dict[int, int] = {
+            i: groups[i].kv_cache_spec.block_size
+            for i in kv_cache_config.transfer_group_ids
+        }
+        self._states = {
+            i for i in self._block_sizes if holds_states(kv_cache_config, i)
+        }
+        self._notes: list[tuple[Request, int, list[KVCacheBlock], int, int]] = []
+        self._pending: dict[str, FullBlocks] = {}
+        # Tokens that were loaded, by request; their blocks are not computed here.
+        self._loaded: dict[str, int] = {}
+
+    # ---- which blocks become full
+
+    def note(
+        self,
+        request: Request,
+        group_id: int,
+        blocks: list[KVCacheBlock],
+        start: int,
+        stop: int,
+    ) -> None:
+        """Note that a request's blocks ``[start, stop)`` of a group have become full.
+
+        The block pool calls this for those that it caches.
+
+        Args:
+            request: the scheduler's request.
+            group_id: the KV cache group.
+            blocks: all blocks of the request, of that group.
+            start: position of the first of them.
+            stop: position behind the last.
+
+        """
+        self._notes.append((request, group_id, blocks, start, stop))
+
+    def set_loaded(self, req_id: str, num_tokens: int) -> None:
+        """Take a request's first tokens as loaded: their blocks are not entered."""
+        self._loaded[req_id] = num_tokens
+
+    def forget(self, req_id: str) -> None:
+        """Drop what is known of a request that ended or gave up its blocks."""
+        self._loaded.pop(req_id, None)
+
+    def take_full_blocks(
+        self, scheduled: Container[str], seq: int
+    ) -> KVChecksumBlocks | None:
+        """Return the blocks that have become full, for workers to sum in this step.
+
+        Args:
+            scheduled: ids of the requests that the step computes.
+            seq: the number under which workers report.
+
+        """
+        notes, self._notes = self._notes, []
+        runs: dict[int, _Run] = {}
+        for request, group_id, blocks, start, stop in notes:
+            size = self._block_sizes.get(group_id)
+            if size is None:
+                continue
+            loaded = self._loaded.get(request.request_id, 0)
+            if loaded:
+                start = max(start, -(-loaded // size))
+            hashes = hashes_of_blocks(
+                request.block_hashes, size // self._hash_block_size, start, stop
+            )
+            run = runs.setdefault(group_id, _Run())
+            if request.request_id in scheduled:
+                run.add(blocks[start : start + len(hashes)], hashes, start)
+                continue
+            # The request may have ended, and its blocks may be another's by now.
+            for at, (block, block_hash) in enumerate(
+                zip(blocks[start:stop], hashes, strict=False), start
+            ):
+                key = make_block_hash_with_group_id(block_hash, group_id)
+                if block.block_hash == key:
+                    run.add([block], [block_hash], at)
+        full = FullBlocks(FULL_BLOCKS, KVChecksumBlocks(_ALL_TOKENS, {}, seq))
+        for group_id, run in runs.items():
+            ids: np.ndarray = np.array(run.ids, np.int64)
+            live = ids != _NULL_BLOCK
+            if not live.any():
+                continue
+            positions = np.concatenate(run.positions)[live]
+            if group_id in self._states:
+                positions[:] = 0
+            full.blocks.groups[group_id] = (0, ids[live])
+            full.blocks.positions[group_id] = positions
+            full.keys[group_id] = ledger_keys(run.hashes, group_id)[live]
+        if not full.keys:
+            return None
+        self._pending[f"{FULL_BLOCKS}{seq}"] = full
+        return full.blocks
+
+    # ---- entering
+
+    def pending(self) -> Sequence[FullBlocks]:
+        """Return what workers were asked to sum and have not reported yet."""
+        return list(self._pending.values())
+
+    def enter_reported(self) -> None:
+        """Enter the sums that all workers have reported.
+
+        Steps report in their order, so what was asked for before is lost.
+        """
+        reported = [k for k, full in self._pending.items() if full.records]
+        if not reported:
+            return
+        for name in list(self._pending):
+            full = self._pending.pop(name)
+            self._enter(full)
+            if name == reported[-1]:
+                break
+
+    def _enter(self, full: FullBlocks) -> None:
+        try:
+            full.check_reports(self._num_workers)
+            skipped = full.skipped()
+            for group_id, keys in full.keys.items():
+                if group_id not in skipped:
+                    sums = self._block_sums(full, group_id)
+                    self._enter_sums(keys, sums, full.blocks.seq)
+        except NotComparable:
+            return
+
+    def _enter_sums(self, keys: np.ndarray, sums: list[np.ndarray], seq: int) -> None:
+        if self.denied:
+            good = ~self.denied.rest_on_bad(keys, seq)
+            keys, sums = keys[good], [s[good] for s in sums]
+            self.denied.allow_known(keys)
+        # Copies of one block that differ between TP ranks are each right.
+        for one in sums:
+            self.ledger.enter(keys, one)
+
+    def enter_load(self, request: Request, load: PendingLoad) -> None:
+        """Enter the full blocks of a load that was verified."""
+        skipped = load.skipped()
+        for group_id in load.blocks.groups:
+            if group_id in skipped:
+                continue
+            keys = self._keys_of(request, load, group_id)
+            number = min(len(keys), self._num_full(load, group_id))
+            sums = [s[:number] for s in self._block_sums(load, group_id)]
+            self._enter_sums(keys[:number], sums, load.blocks.seq)
+
+    def _block_sums(self, send: PendingSend, group_id: int) -> list[np.ndarray]:
+        """Add up the workers' sums by the block, uint64, one array per replica check.
+
+        Raises:
+            NotComparable: the sums are of other blocks, or a replica is missing.
+
+        """
+        per_block = units_of_group(self._kv_cache_config, group_id).per_block
+        try:
+            checks = replica_checks(send.parts(group_id, per_block))
+        except ValueError as error:
+            raise NotComparable(Unverified.REPLICA_MISSING, str(error)) from None
+        return [c.reshape(-1, per_block).sum(axis=1, dtype=np.uint64) for c in checks]
+
+    # ---- judging
+
+    def judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
+        """Compare a load with the sums of the same blocks that the ledger holds."""
+        try:
+            load.check_reports(self._num_workers)
+        except NotComparable as error:
+            return LoadVerdict(unverified=error.reason, detail=error.detail)
+        verdict, skipped = LoadVerdict(), load.skipped()
+        for group_id in load.blocks.groups:
+            if group_id in skipped:
+                continue
+            try:
+                group = self._judge_group(request, load, group_id)
+            except NotComparable as error:
+                group = GroupVerdict(unverified=error.reason, detail=error.detail)
+            verdict.groups[group_id] = group
+        return verdict
+
+    def _judge_group(
+        self, request: Request, load: PendingLoad, group_id: int
+    ) -> GroupVerdict:
+        checks = self._block_sums(load, group_id)
+        first = self._first_position(load, group_id)
+        keys = self._keys_of(request, load, group_id)
+        number = min(len(keys), self._num_full(load, group_id))
+        known = self.ledger.known(keys[:number])
+        equal = np.logical_and.reduce([known.equal(c[:number]) for c in checks])
+        unknown = (known.number == 0) | (known.dropped & ~equal)
+        bad = ~equal & ~unknown
+        # A block that is loaded in part was completed here, maybe with other bits.
+        whole = self._num_loaded_whole(load, group_id)
+        mixed = bad & (np.arange(number) >= whole)
+        bad &= ~mixed
+        misses = int(unknown.sum())
+        self._misses += misses
+        reason, detail = None, ""
+        if misses:
+            reason = Unverified.NOT_IN_LEDGER
+            at = first + int(np.flatnonzero(unknown)[0])
+            detail = f"{misses} of {len(checks[0])} blocks, from position {at} on"
+        elif mixed.any() or number < len(checks[0]):
+            reason = Unverified.NUM_TOKENS
+            detail = f"{load.num_tokens} tokens loaded, blocks are full of others"
+        return GroupVerdict(
+            first,
+            number - misses - int(mixed.sum()),
+            (first + np.flatnonzero(bad)).tolist(),
+            _samples(first, bad, known, checks),
+            reason,
+            detail=detail,
+        )
+
+    def keys_at(
+        self, request: Request, group_id: int, start: int, stop: int | None = None
+    ) -> np.ndarray:
+        """Return the keys of a request's blocks from `start` on that have hashes."""
+        scale = self._block_sizes[group_id] // self._hash_block_size
+        if stop is None:
+            stop = len(request.block_hashes) // scale
+        hashes = hashes_of_blocks(request.block_hashes, scale, start, stop)
+        return ledger_keys(hashes, group_id)
+
+    def _first_position(self, load: PendingLoad, group_id: int) -> int:
+        """Return the position of the first block of a load in the request."""
+        start, _ = load.blocks.groups[group_id]
+        if group_id in self._states:
+            return max(0, load.num_tokens // self._block_sizes[group_id] - 1)
+        return int(start)
+
+    def _keys_of(
+        self, request: Request, load: PendingLoad, group_id: int
+    ) -> np.ndarray:
+        start = self._first_position(load, group_id)
+        number = len(load.blocks.groups[group_id][1])
+        return self.keys_at(request, group_id, start, start + number)
+
+    def _num_full(self, load: PendingLoad, group_id: int) -> int:
+        """Return how many of a load's blocks are full of tokens that were summed."""
+        return self._num_before(load, group_id, load.blocks.num_tokens)
+
+    def _num_loaded_whole(self, load: PendingLoad, group_id: int) -> int:
+        """Return how many of a load's blocks were brought in full."""
+        return self._num_before(load, group_id, load.num_tokens)
+
+    def _num_before(self, load: PendingLoad, group_id: int, num_tokens: int) -> int:
+        size = self._block_sizes[group_id]
+        if group_id in self._states:
+            # The state after the last token is that of a block only at its end.
+            return int(num_tokens % size == 0)
+        return max(0, num_tokens // size - self._first_position(load, group_id))
+
+    # ---- denying
+
+    def deny(
+        self, request: Request, load: PendingLoad, verdict: LoadVerdict, seq: int
+    ) -> None:
+        """Keep the blocks of a load that differ from being loaded again.
+
+        Args:
+            request: the request that loaded them.
+            load: the load.
+            verdict: its verdict.
+            seq: a number above those of all sums that workers were asked for.
+
+        """
+        for group_id, group in verdict.groups.items():
+            if group.positions:
+                keys = self._keys_of(request, load, group_id)
+                at = np.array(group.positions) - self._first_position(load, group_id)
+                self.denied.deny_bad(keys[at], seq)
+
+    def deny_from(self, request: Request, first_token: int, seq: int) -> None:
+        """Keep what a request holds from a token on from being loaded: it is bad."""
+        for group_id, size in self._block_sizes.items():
+            keys = self.keys_at(request, group_id, first_token // size)
+            self.denied.deny_bad(keys, seq)
+
+    def blocks_at(
+        self, load: PendingLoad, verdict: LoadVerdict | None
+    ) -> dict[int, set[int]]:
+        """Return the ids of the blocks of a load that differ, by group.
+
+        With no verdict, return all of them.
+        """
+        found: dict[int, set[int]] = {}
+        for group_id, (_, ids) in load.blocks.groups.items():
+            at: np.ndarray = np.arange(len(ids))
+            if verdict is not None:
+                positions = np.array(verdict.groups[group_id].positions, np.int64)
+                at = positions - self._first_position(load, group_id)
+            found[group_id] = set(np.asarray(ids)[at].tolist())
+        return found
+
+    def deny_unknown(self, request: Request, load: PendingLoad, seq: int) -> None:
+        """Keep blocks of a load that the ledger does not know from failing again."""
+        for group_id in load.blocks.groups:
+            keys = self._keys_of(request, load, group_id)
+            unknown = self.ledger.known(keys).number == 0
+            self.denied.deny_unknown(keys[unknown], seq)
+
+    def allow_stored(
+        self, request: Request, group_id: int, start: int, stop: int
+    ) -> None:
+        """Allow a request's blocks ``[start, stop)`` that a connector stores anew."""
+        if self.denied and group_id in self._block_sizes:
+            self.denied.allow_stored(self.keys_at(request, group_id, start, stop))
+
+    def num_allowed(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of the tokens that a connector offers may be loaded.
+
+        Args:
+            request: the request that would load them.
+            start: the first token that is offered.
+            num_tokens: the number of tokens that are offered.
+
+        """
+        allowed = num_tokens
+        for group_id, size in self._block_sizes.items() if self.denied else ():
+            first = start // size
+            stop = -(-(start + num_tokens) // size)
+            denied = self.denied.contain(self.keys_at(request, group_id, first, stop))
+            if denied.any():
+                at = (first + int(denied.argmax())) * size
+                allowed = min(allowed, max(0, at - start))
+        return allowed
+
+    def take_stats(self) -> dict[str, int]:
+        """Return what has changed since the last call, by key of `metrics`."""
+        stats: dict[str, int] = {}
+        if self._misses:
+            stats[metrics.LEDGER_MISSES], self._misses = self._misses, 0
+        if self._told != len(self.ledger):
+            self._told = stats[metrics.LEDGER_ENTRIES] = len(self.ledger)
+            stats[metrics.LEDGER_BYTES] = self.ledger.num_bytes
+        return stats
+
+    def clear(self) -> None:
+        """Forget all sums: what is cached and stored is not valid any more."""
+        self.ledger.clear()
+        self.denied.clear()
+        self._notes.clear()
+        self._pending.clear()
+
+
+def _samples(
+    first: int, bad: np.ndarray, known: KnownSums, checks: Sequence[np.ndarray]
+) -> list[Difference]:
+    samples = []
+    for at in np.flatnonzero(bad)[:MAX_SAMPLES].tolist():
+        sums = known.sums[at, : known.number[at]]
+        found = next(int(c[at]) for c in checks if c[at] not in sums)
+        samples.append(Difference(first + at, int(sums[0]), found))
+    return samples
