@@ -35,17 +35,16 @@ with scheduler.function("Scheduler.schedule") as f:
     f.after(
         assign("new_blocks", keyword="new_computed_blocks"),
         """
-        if (
-            self.kv_checksum is not None
-            and new_blocks is not None
-            and num_external_computed_tokens > 0
-        ):
-            self.kv_checksum.add_recv(
-                request,
-                num_new_local_computed_tokens,
-                num_computed_tokens,
-                load_kv_async,
-            )
+        if self.kv_checksum is not None and new_blocks is not None:
+            if num_new_local_computed_tokens > 0:
+                self.kv_checksum.add_local_hit(request, num_new_local_computed_tokens)
+            if num_external_computed_tokens > 0:
+                self.kv_checksum.add_recv(
+                    request,
+                    num_new_local_computed_tokens,
+                    num_computed_tokens,
+                    load_kv_async,
+                )
         """,
     )
 with scheduler.function("Scheduler._update_after_schedule") as f:

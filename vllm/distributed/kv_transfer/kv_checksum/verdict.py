@@ -79,6 +79,7 @@ class GroupVerdict:
         partial: the first tokens of `first`, or whole blocks before it, were loaded
             and not compared.
         detail: the numbers that do not fit, if the group is unverified.
+        unknown: number of blocks whose sums this instance does not know.
 
     """
 
@@ -89,6 +90,7 @@ class GroupVerdict:
     unverified: Unverified | None = None
     partial: bool = False
     detail: str = ""
+    unknown: int = 0
 
 
 @dataclass
@@ -168,6 +170,10 @@ class LoadVerdict:
     @property
     def num_compared(self) -> int:
         return sum(group.compared for group in self.groups.values())
+
+    @property
+    def num_unknown(self) -> int:
+        return sum(group.unknown for group in self.groups.values())
 
     @property
     def num_mismatched(self) -> int:

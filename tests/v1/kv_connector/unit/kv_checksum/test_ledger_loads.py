@@ -369,3 +369,62 @@ def test_several_groups_end_with_the_error_and_the_engine_goes_on(model, ahead):
     assert d.answer_kv_is_right(request)
     d.run(request)
     assert ended_well(d, "next")
+
+
+# ---- KV that lies in the local prefix cache
+
+
+def damage_cached(d, prompt, position, layer=2):
+    """Change a bit of a block that the prefix cache holds; its id."""
+    request = d.add("which", prompt, None)
+    blocks, _ = d.scheduler.kv_cache_manager.get_computed_blocks(request)[:2]
+    block_id = blocks.blocks[0][position].block_id
+    d.run(request)
+    d.kv[layer][block_id, 0, 3, 2] += 1
+    return block_id
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_block_that_was_damaged_in_memory(model, mode, ahead, log):
+    d = make(model, async_scheduling=ahead, kv_checksum_scrub=1.0, **MODES[mode])
+    d.ask("first", PROMPT)
+    block_id = damage_cached(d, PROMPT, 4)
+    verified = d.stats["loads:verified:local"]
+    served = served_on_wrong_kv(d)
+    out = d.ask("again", PROMPT)
+    assert d.stats["loads:mismatch:local"] == 1
+    (line,) = [x for x in log if "KV checksum mismatch" in x]
+    assert "position 4 " in line and "local prefix cache" in line
+    assert (out.finish_reason == FinishReason.ERROR) == (mode == "fail")
+    assert bool(served) == (mode == "open")
+    # It is evicted: nobody finds it any more, and the tier's copy is right.
+    assert d.scheduler.kv_cache_manager.block_pool.blocks[block_id].block_hash is None
+    d.ask("later", PROMPT)
+    assert d.stats["loads:mismatch:local"] == 1
+    assert d.stats["loads:verified:local"] >= verified
+    assert ended_well(d, "later")
+
+
+def test_by_default_local_hits_are_not_summed(model):
+    d = make(model)
+    d.ask("first", PROMPT)
+    damage_cached(d, PROMPT, 4)
+    d.ask("again", PROMPT)
+    assert not any(key.startswith("loads:") for key in d.stats)
+
+
+def test_a_share_of_the_blocks_is_drawn(model):
+    d = make(model, kv_checksum_scrub=0.25)
+    d.ask("first", PROMPT)
+    for number in range(40):
+        d.ask(f"hit{number}", PROMPT)
+    assert 40 * 12 * 0.15 < d.stats["blocks_compared"] < 40 * 12 * 0.35
+
+
+def test_what_the_ledger_does_not_know_is_no_mismatch(model):
+    d = make(model, kv_checksum_scrub=1.0, **MODES["fail"])
+    d.ask("first", PROMPT)
+    d.tier.ledger.clear()
+    d.ask("again", PROMPT)
+    assert ended_well(d, "again") and not d.stats.get("loads_started")

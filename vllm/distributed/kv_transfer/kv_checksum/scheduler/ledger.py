@@ -138,7 +138,7 @@ def _sums_of(
         row = entry % size
         if rows[row, _KEY] == key:
             if not number:
-                different = np.int64(rows[row, _DIFFERENT])
+                different = int(rows[row, _DIFFERENT])
             fresh = True
             for i in range(number):
                 fresh &= sums[i] != rows[row, _SUM]

@@ -109,7 +109,6 @@ class LedgerLoads:
     ) -> None:
         self.ledger = ledger
         self.denied = DeniedBlocks()
-        self._misses = 0
         self._told = 0
         self._num_workers = num_workers
         self._kv_cache_config = kv_cache_config
@@ -124,6 +123,7 @@ class LedgerLoads:
             i for i in self._block_sizes if holds_states(kv_cache_config, i)
         }
         self._notes: list[tuple[Request, int, list[KVCacheBlock], int, int]] = []
+        self._rewritten: list[tuple[Request, int, KVCacheBlock, int]] = []
         self._pending: dict[str, FullBlocks] = {}
         # Tokens that were loaded, by request; their blocks are not computed here.
         self._loaded: dict[str, int] = {}
@@ -151,6 +151,24 @@ class LedgerLoads:
 
         """
         self._notes.append((request, group_id, blocks, start, stop))
+
+    def note_rewritten(
+        self, request: Request, rows: Sequence[Sequence[KVCacheBlock]], num_tokens: int
+    ) -> None:
+        """Note that a step computes the last of a request's loaded tokens again.
+
+        Its bits may be others, in a block that was verified.
+
+        Args:
+            request: the scheduler's request.
+            rows: its blocks, by KV cache group.
+            num_tokens: the number of tokens that were loaded: its last block is full.
+
+        """
+        for group_id, size in self._block_sizes.items():
+            at = num_tokens // size - 1
+            if num_tokens % size == 0 and group_id not in self._states:
+                self._rewritten.append((request, group_id, rows[group_id][at], at))
 
     def set_loaded(self, req_id: str, num_tokens: int) -> None:
         """Take a request's first tokens as loaded: their blocks are not entered."""
@@ -193,6 +211,11 @@ class LedgerLoads:
                 key = make_block_hash_with_group_id(block_hash, group_id)
                 if block.block_hash == key:
                     run.add([block], [block_hash], at)
+        rewritten, self._rewritten = self._rewritten, []
+        for request, group_id, block, at in rewritten:
+            scale = self._block_sizes[group_id] // self._hash_block_size
+            hashes = hashes_of_blocks(request.block_hashes, scale, at, at + 1)
+            runs.setdefault(group_id, _Run()).add([block], hashes, at)
         full = FullBlocks(FULL_BLOCKS, KVChecksumBlocks(_ALL_TOKENS, {}, seq))
         for group_id, run in runs.items():
             ids: np.ndarray = np.array(run.ids, np.int64)
@@ -256,10 +279,9 @@ class LedgerLoads:
         for group_id in load.blocks.groups:
             if group_id in skipped:
                 continue
-            keys = self._keys_of(request, load, group_id)
-            number = min(len(keys), self._num_full(load, group_id))
-            sums = [s[:number] for s in self._block_sums(load, group_id)]
-            self._enter_sums(keys[:number], sums, load.blocks.seq)
+            keys = self._keys_of_full(request, load, group_id)
+            sums = [s[: len(keys)] for s in self._block_sums(load, group_id)]
+            self._enter_sums(keys, sums, load.blocks.seq)
 
     def _block_sums(self, send: PendingSend, group_id: int) -> list[np.ndarray]:
         """Add up the workers' sums by the block, uint64, one array per replica check.
@@ -298,34 +320,34 @@ class LedgerLoads:
         self, request: Request, load: PendingLoad, group_id: int
     ) -> GroupVerdict:
         checks = self._block_sums(load, group_id)
-        first = self._first_position(load, group_id)
-        keys = self._keys_of(request, load, group_id)
-        number = min(len(keys), self._num_full(load, group_id))
-        known = self.ledger.known(keys[:number])
+        positions = self._positions(load, group_id)
+        keys = self._keys_of_full(request, load, group_id)
+        number = len(keys)
+        known = self.ledger.known(keys)
         equal = np.logical_and.reduce([known.equal(c[:number]) for c in checks])
         unknown = (known.number == 0) | (known.dropped & ~equal)
         bad = ~equal & ~unknown
         # A block that is loaded in part was completed here, maybe with other bits.
-        whole = self._num_loaded_whole(load, group_id)
-        mixed = bad & (np.arange(number) >= whole)
+        ends: np.ndarray = (positions[:number] + 1) * self._block_sizes[group_id]
+        mixed = bad & (ends > load.num_tokens)
         bad &= ~mixed
         misses = int(unknown.sum())
-        self._misses += misses
         reason, detail = None, ""
         if misses:
             reason = Unverified.NOT_IN_LEDGER
-            at = first + int(np.flatnonzero(unknown)[0])
-            detail = f"{misses} of {len(checks[0])} blocks, from position {at} on"
-        elif mixed.any() or number < len(checks[0]):
+            at = positions[np.flatnonzero(unknown)[0]]
+            detail = f"{misses} of {len(positions)} blocks, the first at position {at}"
+        elif mixed.any() or number < len(positions):
             reason = Unverified.NUM_TOKENS
-            detail = f"{load.num_tokens} tokens loaded, blocks are full of others"
+            detail = f"{load.num_tokens} tokens loaded end inside a block"
         return GroupVerdict(
-            first,
+            int(positions[0]),
             number - misses - int(mixed.sum()),
-            (first + np.flatnonzero(bad)).tolist(),
-            _samples(first, bad, known, checks),
+            positions[:number][bad].tolist(),
+            _samples(positions, bad, known, checks),
             reason,
             detail=detail,
+            unknown=misses,
         )
 
     def keys_at(
@@ -338,34 +360,29 @@ class LedgerLoads:
         hashes = hashes_of_blocks(request.block_hashes, scale, start, stop)
         return ledger_keys(hashes, group_id)
 
-    def _first_position(self, load: PendingLoad, group_id: int) -> int:
-        """Return the position of the first block of a load in the request."""
-        start, _ = load.blocks.groups[group_id]
+    def _positions(self, load: PendingLoad, group_id: int) -> np.ndarray:
+        """Return the positions of a load's blocks in the request, int64, ascending."""
         if group_id in self._states:
-            return max(0, load.num_tokens // self._block_sizes[group_id] - 1)
-        return int(start)
+            return np.array([load.num_tokens // self._block_sizes[group_id] - 1])
+        start, ids = load.blocks.groups[group_id]
+        apart = load.blocks.positions.get(group_id)
+        return np.arange(start, start + len(ids)) if apart is None else apart
 
-    def _keys_of(
+    def _keys_of_full(
         self, request: Request, load: PendingLoad, group_id: int
     ) -> np.ndarray:
-        start = self._first_position(load, group_id)
-        number = len(load.blocks.groups[group_id][1])
-        return self.keys_at(request, group_id, start, start + number)
-
-    def _num_full(self, load: PendingLoad, group_id: int) -> int:
-        """Return how many of a load's blocks are full of tokens that were summed."""
-        return self._num_before(load, group_id, load.blocks.num_tokens)
-
-    def _num_loaded_whole(self, load: PendingLoad, group_id: int) -> int:
-        """Return how many of a load's blocks were brought in full."""
-        return self._num_before(load, group_id, load.num_tokens)
-
-    def _num_before(self, load: PendingLoad, group_id: int, num_tokens: int) -> int:
-        size = self._block_sizes[group_id]
+        """Return the keys of a load's first blocks, all slots of which were summed."""
+        positions = self._positions(load, group_id)
+        size, tokens = self._block_sizes[group_id], load.blocks.num_tokens
         if group_id in self._states:
-            # The state after the last token is that of a block only at its end.
-            return int(num_tokens % size == 0)
-        return max(0, num_tokens // size - self._first_position(load, group_id))
+            # It is that of a block only if it comes after the block's last token.
+            tokens = load.num_tokens if load.num_tokens % size == 0 else 0
+        full = positions[(positions + 1) * size <= tokens]
+        if not full.size:
+            return np.zeros(0, np.uint64)
+        first, last = int(full[0]), int(full[-1])
+        keys = self.keys_at(request, group_id, first, last + 1)
+        return keys[(full - first)[: np.searchsorted(full - first, len(keys))]]
 
     # ---- denying
 
@@ -383,9 +400,8 @@ class LedgerLoads:
         """
         for group_id, group in verdict.groups.items():
             if group.positions:
-                keys = self._keys_of(request, load, group_id)
-                at = np.array(group.positions) - self._first_position(load, group_id)
-                self.denied.deny_bad(keys[at], seq)
+                keys = self.keys_at(request, group_id, 0)
+                self.denied.deny_bad(keys[group.positions], seq)
 
     def deny_from(self, request: Request, first_token: int, seq: int) -> None:
         """Keep what a request holds from a token on from being loaded: it is bad."""
@@ -402,17 +418,17 @@ class LedgerLoads:
         """
         found: dict[int, set[int]] = {}
         for group_id, (_, ids) in load.blocks.groups.items():
-            at: np.ndarray = np.arange(len(ids))
+            at: np.ndarray = np.ones(len(ids), bool)
             if verdict is not None:
-                positions = np.array(verdict.groups[group_id].positions, np.int64)
-                at = positions - self._first_position(load, group_id)
+                group = verdict.groups.get(group_id, GroupVerdict())
+                at = np.isin(self._positions(load, group_id), group.positions)
             found[group_id] = set(np.asarray(ids)[at].tolist())
         return found
 
     def deny_unknown(self, request: Request, load: PendingLoad, seq: int) -> None:
         """Keep blocks of a load that the ledger does not know from failing again."""
         for group_id in load.blocks.groups:
-            keys = self._keys_of(request, load, group_id)
+            keys = self._keys_of_full(request, load, group_id)
             unknown = self.ledger.known(keys).number == 0
             self.denied.deny_unknown(keys[unknown], seq)
 
@@ -445,8 +461,6 @@ class LedgerLoads:
     def take_stats(self) -> dict[str, int]:
         """Return what has changed since the last call, by key of `metrics`."""
         stats: dict[str, int] = {}
-        if self._misses:
-            stats[metrics.LEDGER_MISSES], self._misses = self._misses, 0
         if self._told != len(self.ledger):
             self._told = stats[metrics.LEDGER_ENTRIES] = len(self.ledger)
             stats[metrics.LEDGER_BYTES] = self.ledger.num_bytes
@@ -457,15 +471,19 @@ class LedgerLoads:
         self.ledger.clear()
         self.denied.clear()
         self._notes.clear()
+        self._rewritten.clear()
         self._pending.clear()
 
 
 def _samples(
-    first: int, bad: np.ndarray, known: KnownSums, checks: Sequence[np.ndarray]
+    positions: np.ndarray,
+    bad: np.ndarray,
+    known: KnownSums,
+    checks: Sequence[np.ndarray],
 ) -> list[Difference]:
     samples = []
     for at in np.flatnonzero(bad)[:MAX_SAMPLES].tolist():
         sums = known.sums[at, : known.number[at]]
         found = next(int(c[at]) for c in checks if c[at] not in sums)
-        samples.append(Difference(first + at, int(sums[0]), found))
+        samples.append(Difference(int(positions[at]), int(sums[0]), found))
     return samples

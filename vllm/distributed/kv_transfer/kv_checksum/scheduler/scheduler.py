@@ -48,6 +48,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import (
     FULL_BLOCKS,
     LedgerLoads,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.local_hits import LocalHits
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
     PendingLoad,
@@ -137,6 +138,13 @@ class KVChecksumScheduler:
         # Requests to be sent whose prompts are not fully computed yet.
         self._unsummed: set[str] = set()
         self._declined: set[str] = set()
+        self._local_hits: LocalHits | None = None
+        if ledger is not None and transfer.kv_checksum_scrub:
+            self._local_hits = LocalHits(kv_cache_config, transfer.kv_checksum_scrub)
+        # What is drawn of local hits, by the name under which workers report it.
+        self._drawn: dict[str, PendingLoad] = {}
+        # Requests whose last loaded token the next step of theirs computes again.
+        self._rewrites: dict[str, int] = {}
         # Requests that ask no cache tier again, because a load of theirs was bad.
         self._computes: set[str] = set()
         # Running requests that must not go on with the KV that they have.
@@ -300,6 +308,20 @@ class KVChecksumScheduler:
         if self.ledger is not None:
             self.ledger.set_loaded(req_id, num_tokens)
 
+    def add_local_hit(self, request: Request, num_tokens: int) -> None:
+        """Draw blocks of a request's local hit that this step sums again.
+
+        Call this when its blocks are allocated; it draws none by default.
+        """
+        if self._local_hits is None:
+            return
+        req_id = request.request_id
+        blocks, seq = self.kv_cache_manager.get_blocks(req_id), next(self._seqs)
+        hit = self._local_hits.choose(req_id, blocks, num_tokens, seq)
+        if hit is not None:
+            self._drawn[hit.req_id] = hit
+            self._scheduled.full_blocks[hit.req_id] = hit.blocks
+
     def _carrier(
         self,
         request: Request,
@@ -376,6 +398,10 @@ class KVChecksumScheduler:
                 request = requests[load.req_id]
                 tokens = min(request.num_computed_tokens, request.num_tokens)
                 load.blocks.num_tokens = max(tokens, load.num_tokens)
+        for req_id in self._rewrites.keys() & output.num_scheduled_tokens.keys():
+            rows = self.kv_cache_manager.get_blocks(req_id).blocks
+            tokens = self._rewrites.pop(req_id)
+            ledger.note_rewritten(requests[req_id], rows, tokens)
         full = ledger.take_full_blocks(output.num_scheduled_tokens, next(self._seqs))
         if full is not None:
             self._scheduled.full_blocks[FULL_BLOCKS] = full
@@ -412,7 +438,7 @@ class KVChecksumScheduler:
             if not record.skipped_groups.keys() <= self._skipped_groups.keys():
                 self._note_skipped(record.skipped_groups)
             for req_id in record.checksums:
-                for table in (self._sends, self._recvs):
+                for table in (self._sends, self._recvs, self._drawn):
                     asked = table.get(req_id)
                     if asked is not None:
                         asked.take(record)
@@ -451,6 +477,8 @@ class KVChecksumScheduler:
         bad: dict[str, int] = {}
         if self._recvs:
             self._judge_ended(output, requests, known_failed, scheduled, bad)
+        if self._drawn and scheduled is not None:
+            self._judge_drawn(requests, scheduled, bad)
         if self.ledger is not None:
             # Behind the verdicts, because some of it may rest on bad loads.
             self.ledger.enter_reported()
@@ -476,6 +504,34 @@ class KVChecksumScheduler:
             load = self._recvs.get(req_id)
             if load is not None and load.blocks.seq == blocks.seq:
                 self._end(req_id, requests, bad)
+
+    def _judge_drawn(
+        self,
+        requests: Mapping[str, Request],
+        scheduled: KVChecksumScheduled,
+        bad: dict[str, int],
+    ) -> None:
+        """Judge what a step has summed of local hits.
+
+        It counts only if the ledger knows some of it: an old block is no bad one.
+        """
+        assert self.ledger is not None
+        for name in self._drawn.keys() & scheduled.full_blocks.keys():
+            hit = self._drawn.pop(name)
+            request = requests.get(LocalHits.request_of(hit))
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue
+            verdict = self.ledger.judge(request, hit)
+            for group in verdict.groups.values():
+                group.unverified = None
+            if not verdict.num_compared:
+                continue
+            self._stats[metrics.LOADS_STARTED] += 1
+            self._count(verdict, hit)
+            if verdict.mismatched:
+                action = self._action(hit, 0)
+                self._reporter.load(request.request_id, verdict, hit.connector, action)
+                self._stop_users(hit, verdict, requests, bad)
 
     def _give_up(
         self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
@@ -526,6 +582,8 @@ class KVChecksumScheduler:
             self._see_to(request, load, verdict, bad)
         elif self.ledger is not None:
             self.ledger.enter_load(request, load)
+            if not load.is_sync and load.num_tokens == request.num_tokens:
+                self._rewrites[req_id] = load.num_tokens
         if load.is_sync:
             self._stop_users(load, verdict, requests, bad)
         elif req_id not in bad:
@@ -597,7 +655,9 @@ class KVChecksumScheduler:
         for user in list(users):
             request, req_id = user.request, user.request.request_id
             # What was computed from it; the loaded blocks were judged one by one.
-            behind = max(user.first_token, load.num_tokens)
+            behind = user.first_token
+            if load.carrier is not KVChecksumCarrier.LOCAL:
+                behind = max(behind, load.num_tokens)
             self.ledger.deny_from(request, behind, seq)
             self.kv_cache_manager.evict_blocks(user.block_ids)
             if not self.fail_closed:
@@ -610,7 +670,7 @@ class KVChecksumScheduler:
                 self._stopped.add(req_id)
             else:
                 bad[req_id] = 0
-            if req_id != load.req_id:
+            if req_id not in (load.req_id, LocalHits.request_of(load)):
                 failed = metrics.FAILED if self._fails(load) else metrics.RECOMPUTED
                 self._stats[failed] += 1
 
@@ -735,6 +795,7 @@ class KVChecksumScheduler:
             self._stats[metrics.LOADS_ABORTED] += 1
         self._declined.discard(req_id)
         self._computes.discard(req_id)
+        self._rewrites.pop(req_id, None)
         if self.ledger is not None:
             self.ledger.forget(req_id)
         self._unsummed.discard(req_id)
@@ -811,6 +872,8 @@ class KVChecksumScheduler:
             self._stats[metrics.unverified_key(verdict.reason)] += 1
         if verdict.other_prompt:
             self._stats[metrics.OTHER_PROMPTS] += 1
+        if verdict.num_unknown:
+            self._stats[metrics.LEDGER_MISSES] += verdict.num_unknown
         self._stats[metrics.BLOCKS_COMPARED] += verdict.num_compared
         self._stats[metrics.BLOCKS_MISMATCHED] += verdict.num_mismatched
         if outcome != "verified" and self.fail_closed:
