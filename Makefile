@@ -52,7 +52,7 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
-	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py tests/campaign benchmarks/spacing
+	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/originals.py tests/campaign benchmarks/spacing
 
 mutants: env
 	$(BIN)/python tests/rig/mutants.py $(IDS)
@@ -63,6 +63,7 @@ fuzz: env
 bench: env
 	$(BIN)/python benchmarks/kernels/benchmark_kv_checksum.py
 	$(BIN)/python benchmarks/benchmark_kv_checksum_host.py
+	$(BIN)/python benchmarks/benchmark_kv_checksum_ledger.py
 	$(BIN)/python benchmarks/benchmark_kv_checksum_store.py
 
 campaign: env

@@ -10,7 +10,6 @@ each beside a plain Python loop that does the same.
 """
 
 import argparse
-import importlib.util
 import json
 import pickle
 import statistics
@@ -166,9 +165,11 @@ RUNNING = (0, 64, 1024, 4096)
 
 def decode_steps(running: int) -> dict[str, Callable[[], Any]]:
     """The end of a step's scheduling, by what vLLM it is."""
+    from originals import original_module
+
     from vllm.v1.core.sched import scheduler as patched
 
-    stock = stock_scheduler(Path(patched.__file__))
+    stock = original_module(patched)
     requests = {
         f"cmpl-{i:032x}-0-{i:08x}": Running(
             num_computed_tokens=5000,
@@ -205,19 +206,6 @@ def decode_steps(running: int) -> dict[str, Callable[[], Any]]:
         "off": step(patched, None),
         "on": step(patched, scheduler_part()),
     }
-
-
-def stock_scheduler(path: Path) -> Any:
-    """VLLM's own scheduler module, as `vllm-kv-checksum apply` kept it."""
-    kept = path.relative_to(path.parents[3])
-    original = path.parents[3] / ".kv_checksum_manifest" / "originals" / kept
-    if not original.exists():
-        raise SystemExit(f"no stock scheduler at {original}: vllm-kv-checksum apply")
-    spec = importlib.util.spec_from_file_location("stock_scheduler", original)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def scheduler_part() -> Any:

@@ -106,7 +106,7 @@ class WithDraft(hybrid.Hybrid):
 
 
 @cache
-def _model() -> str:
+def model_folder() -> str:
     return rig.write_model(Path(tempfile.mkdtemp(prefix="kv-checksum-campaign-")))
 
 
@@ -156,7 +156,7 @@ def draw_instances(random: Generator, settings: dict[str, Any]) -> tuple[Any, An
 
     def draw(role: str, block_size: int, **settings: Any) -> Any:
         return make(
-            _model(),
+            model_folder(),
             role,
             tp=int(2 ** random.integers(3)),
             pp=int(random.integers(1, 3)),

@@ -5,6 +5,7 @@
 Depth *blocks*: real checksum workers of P and D and the real code for verdicts, no
 scheduler, many damaged blocks per load; the same bytes go through Adler-32 and
 CRC-32. Depth *loads*: requests through real schedulers, too, in each failure mode.
+Depth *tiers*: loads that bring no checksums, judged by the ledger.
 Exits with 1 if any outcome is not the expected one.
 """
 
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from campaign.tally import CLEAN, Tally
 
-DEPTHS = ("blocks", "loads")
+DEPTHS = ("blocks", "loads", "tiers")
 PROGRESS_S = 10.0
 
 
@@ -62,6 +63,10 @@ def run_batch(depth: str, seed: int, number: int) -> Tally:
         from campaign import blocks
 
         return blocks.run_batch(seed, number)
+    if depth == "tiers":
+        from campaign import tiers
+
+        return tiers.run_batch(seed, number)
     from campaign import loads
 
     return loads.run_batch(seed, number)
@@ -151,7 +156,7 @@ def arguments() -> argparse.Namespace:
         "--loads",
         type=int,
         metavar="LOADS",
-        help="damaged loads, and clean loads (default: a 50th of --n)",
+        help="damaged loads, and clean loads, of both kinds (default: a 50th of --n)",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--depth", choices=DEPTHS, help="only this one (default: both)")
@@ -178,7 +183,11 @@ def main() -> int:
     quiet()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     loads = args.loads if args.loads is not None else max(1, args.n // 50)
-    goals = {"blocks": Goal(args.n, args.n // 10), "loads": Goal(loads, loads)}
+    goals = {
+        "blocks": Goal(args.n, args.n // 10),
+        "loads": Goal(loads, loads),
+        "tiers": Goal(loads, loads),
+    }
     tally = Tally()
     seconds: dict[str, float] = {}
     batches: dict[str, int] = {}

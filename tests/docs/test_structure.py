@@ -83,6 +83,7 @@ def test_the_design_is_in_a_reader_s_order():
         "Verdicts and failure",
         "Cache layouts",
         "Stored checksums",
+        "The ledger",
         "Cost",
     ]
     assert len(DESIGN.read_text().splitlines()) < 400
@@ -117,6 +118,7 @@ def test_the_vocabulary_has_every_term():
         "record",
         "payload",
         "verdict",
+        "ledger",
     ]
 
 

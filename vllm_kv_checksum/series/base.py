@@ -44,9 +44,6 @@ base.imports(
     from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
     if TYPE_CHECKING:
         from vllm.distributed.kv_transfer.kv_checksum import KVChecksumWorker
-        from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import (
-            LedgerLoads,
-        )
     """
 )
 with base.cls("KVConnectorTransferResults") as c:
@@ -142,13 +139,13 @@ with base.cls("KVConnectorBase_V1") as c:
             """
             return 0, False
 
-        def set_kv_checksum_ledger(self, ledger: "LedgerLoads") -> None:
+        def set_kv_checksum_ledger(self, ledger: Any) -> None:
             """Set the ledger, which wants to know which blocks are stored anew.
 
             A connector that knows calls its allow_stored.
 
             Args:
-                ledger: keeps blocks that were bad from being loaded again.
+                ledger: LedgerLoads; keeps bad blocks from being loaded again.
 
             """
             return

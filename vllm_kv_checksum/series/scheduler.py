@@ -37,7 +37,9 @@ with scheduler.function("Scheduler.schedule") as f:
         """
         if self.kv_checksum is not None and new_blocks is not None:
             if num_new_local_computed_tokens > 0:
-                self.kv_checksum.add_local_hit(request, num_new_local_computed_tokens)
+                self.kv_checksum.add_local_hit(
+                    request, num_new_local_computed_tokens
+                )
             if num_external_computed_tokens > 0:
                 self.kv_checksum.add_recv(
                     request,

@@ -9,6 +9,7 @@
     support       which set-ups are covered, and why others are not
     metrics       counters on /metrics
     naming        requests and blocks in log lines
+    jit           numba, for the kernel of the CPU and the ledger's table
     worker/       reads caches and sums their blocks (kernels/: one per device)
     scheduler/    asks for sums, compares them, and handles the consequences
     connectors/   the part of single connectors

@@ -101,6 +101,7 @@ def instance_of(model, connector, **settings):
         "kv_both",
         kv_connector=connector.__name__,
         kv_connector_module_path=__name__,
+        **rig.NO_LEDGER,
         **settings,
     )
     instance.transport = Bring(instance.transport)

@@ -71,7 +71,9 @@ def allocated(config, plan):
 def hisparse(model, connector="NixlConnector", **settings):
     """A configuration, vLLM's plan for it, its caches and a worker over them."""
     settings = {**STORES.get(connector, {}), **settings}
-    config = rig.vllm_config(model, "kv_both", kv_connector=connector, **settings)
+    config = rig.vllm_config(
+        model, "kv_both", kv_connector=connector, **rig.NO_LEDGER, **settings
+    )
     plan = planned(config)
     caches = allocated(config, plan)
     return config, plan, caches, u.worker(plan, caches)

@@ -89,7 +89,7 @@ def multi(model, role, transport, children=None, **settings):
         kv_connector_extra_config={
             "connectors": [c | {"kv_role": role} for c in names]
         },
-        **settings,
+        **{**rig.NO_LEDGER, **settings},
     )
     instance.transport = FakeMulti(instance.transport)
     return instance
@@ -176,6 +176,8 @@ def _offload(**options):
     )
 
 
+NO_LEDGER = "the ledger is off (kv_checksum_ledger_blocks is 0)"
+
 CHILDREN = {
     "push": (
         _children("NixlPushConnector")[1],
@@ -191,12 +193,13 @@ CHILDREN = {
         _offload(lazy_offload=True),
         "WARNING KV checksums do not cover a connector: SimpleCPUOffloadConnector "
         "stores no KV checksums: lazy_offload stores blocks whose positions are no "
-        "longer known; what it loads is counted as unverified",
+        f"longer known, and {NO_LEDGER}; what it loads is counted as unverified",
     ),
     "knows none": (
         _children("unused")[0],
         "WARNING KV checksums do not cover a connector: FakeStore neither carries "
-        "nor stores KV checksums; what it loads is counted as unverified",
+        f"nor stores KV checksums, and {NO_LEDGER}; what it loads is counted as "
+        "unverified",
     ),
 }
 
@@ -228,6 +231,7 @@ def test_fail_closed_refuses_a_connector_whose_loads_nobody_checks(model, order)
             "kv_consumer",
             kv_connector="MultiConnector",
             kv_checksum_fail_closed=True,
+            **rig.NO_LEDGER,
             kv_connector_extra_config={
                 "connectors": [
                     c | {"kv_role": "kv_both"}

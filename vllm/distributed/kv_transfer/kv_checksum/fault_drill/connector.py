@@ -4,8 +4,9 @@
 
 This is never for production. The drill behaves as the connector that it wraps, except
 that loads for which a fault is set are damaged after they finished and before they are
-checked. Its `kv_connector` is "KVChecksumFaultDrill", its `kv_connector_module_path`
-this module, and its `kv_connector_extra_config`::
+checked; those of the step that uses them before it does. Its `kv_connector` is
+"KVChecksumFaultDrill", its `kv_connector_module_path` this module, and its
+`kv_connector_extra_config`::
 
     {
         "kv_checksum_fault_drill": {
@@ -49,7 +50,10 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
     inflict,
 )
 from vllm.distributed.kv_transfer.kv_checksum.payload import transfer_params
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import loaded_blocks
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
+    loaded_blocks,
+    tier_blocks,
+)
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
     KV_TRANSFER_PARAMS_KEY,
 )
@@ -72,6 +76,7 @@ if TYPE_CHECKING:
         KVConnectorMetadata,
         KVConnectorTransferResults,
     )
+    from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -114,6 +119,7 @@ class _Order:
         num_tokens: tokens of the request that the load covers.
         groups: per KV cache group id, the position of the first block and all ids.
         others: per KV cache group id, the ids of the previous load's blocks.
+        is_sync: whether the step that uses the load brings it.
 
     """
 
@@ -121,6 +127,7 @@ class _Order:
     num_tokens: int
     groups: dict[int, tuple[int, list[int]]]
     others: dict[int, list[int]]
+    is_sync: bool
 
 
 def drill_options(extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -231,8 +238,9 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         extra_config = transfer_config(vllm_config).kv_connector_extra_config
         options = drill_options(extra_config)
         self._faults = drill_faults(options)
-        # Scheduler: tokens held locally, the last load's blocks, this step's orders.
-        self._num_local: dict[str, int] = {}
+        # Scheduler: tokens held locally and whether the next ones are offered for the
+        # step that uses them; the last load's blocks; this step's orders.
+        self._offered: dict[str, tuple[int, bool]] = {}
         self._last_loaded: dict[int, list[int]] = {}
         self._new_orders: dict[str, _Order] = {}
         # Worker: orders of loads in progress, layers by KV cache group.
@@ -288,19 +296,31 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._num_local[request.request_id] = num_computed_tokens
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[safe-super]
+        offer = super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[safe-super]
+        self._offered[request.request_id] = num_computed_tokens, not offer[1]
+        return offer
+
+    def limit_matched_tokens(
+        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int
+    ) -> tuple[int | None, bool]:
+        offer = super().limit_matched_tokens(
+            request, num_computed_tokens, max_num_new_tokens
+        )
+        self._offered[request.request_id] = num_computed_tokens, not offer[1]
+        return offer
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[safe-super]
-        first = self._num_local.pop(request.request_id, 0)
+        first, is_sync = self._offered.pop(request.request_id, (0, False))
         if num_external_tokens <= 0:
             return
-        loaded = loaded_blocks(
-            self._kv_cache_config, blocks, first + num_external_tokens
-        ).blocks
+        config, num_tokens = self._kv_cache_config, first + num_external_tokens
+        if is_sync:
+            loaded = tier_blocks(config, blocks, first, num_tokens, is_sync).blocks
+        else:
+            loaded = loaded_blocks(config, blocks, num_tokens).blocks
         groups = {
             group_id: (start, [int(block) for block in ids])
             for group_id, (start, ids) in loaded.groups.items()
@@ -312,7 +332,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         fault = self._fault(request.request_id)
         if fault is not None:
             self._new_orders[request.request_id] = _Order(
-                fault, loaded.num_tokens, groups, others
+                fault, loaded.num_tokens, groups, others, is_sync
             )
         params = transfer_params(request)
         text = params.get(KV_TRANSFER_PARAMS_KEY)
@@ -343,7 +363,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._num_local.pop(request.request_id, None)
+        self._offered.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)  # type: ignore[safe-super]
 
     # ---- worker side
@@ -369,6 +389,11 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._orders.update(getattr(connector_metadata, "kv_checksum_fault_drill", {}))
         super().bind_connector_metadata(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)  # type: ignore[safe-super]
+        for req_id in [r for r, order in self._orders.items() if order.is_sync]:
+            self._damage_kv(req_id, self._orders.pop(req_id))
 
     def get_transfer_results(
         self, finished_req_ids: set[str]

@@ -111,7 +111,14 @@ class Ledger:
         A sum that the key has already is entered again only if it is among the older
         half of the entries.
         """
-        self._next = _enter(self._rows, self._heads, self._next, keys, sums)
+        self._next, _ = _enter(self._rows, self._heads, self._next, keys, sums)
+
+
+@jit
+def _row(entry: int, upcoming: int, size: int) -> int:
+    """Return the row of one of the last `size` entries; a division takes longer."""
+    row = upcoming % size - (upcoming - entry)
+    return row if row >= 0 else row + size
 
 
 @jit
@@ -135,7 +142,7 @@ def _sums_of(
     entry = heads[np.int64(key & np.uint64(len(heads) - 1))]
     number = different = holder = 0
     while entry >= oldest:
-        row = entry % size
+        row = _row(entry, upcoming, size)
         if rows[row, _KEY] == key:
             if not number:
                 different = int(rows[row, _DIFFERENT])
@@ -153,6 +160,26 @@ def _sums_of(
 
 
 @jit
+def _touch(
+    rows: np.ndarray, heads: np.ndarray, upcoming: int, keys: np.ndarray
+) -> np.uint64:
+    """Read where chains begin, so that the caches hold it.
+
+    Reads that do not wait for one another overlap, those of a walk do not.
+    """
+    size = len(rows)
+    oldest = max(1, upcoming - size)
+    entries: np.ndarray = np.empty(len(keys), np.int64)
+    for i in range(len(keys)):
+        entries[i] = heads[np.int64(keys[i] & np.uint64(len(heads) - 1))]
+    read = np.uint64(0)
+    for i in range(len(keys)):
+        if entries[i] >= oldest:
+            read ^= rows[_row(entries[i], upcoming, size), _OLDER]
+    return read
+
+
+@jit
 def _look_up(
     rows: np.ndarray,
     heads: np.ndarray,
@@ -161,12 +188,14 @@ def _look_up(
     sums: np.ndarray,
     number: np.ndarray,
     dropped: np.ndarray,
-) -> None:
+) -> np.uint64:
+    read = _touch(rows, heads, upcoming, keys)
     for i in range(len(keys)):
         number[i], different, _ = _sums_of(
             rows, heads, upcoming, keys[i], sums[i], np.uint64(0)
         )
         dropped[i] = different > number[i]
+    return read
 
 
 @jit
@@ -176,8 +205,9 @@ def _enter(
     upcoming: int,
     keys: np.ndarray,
     sums: np.ndarray,
-) -> int:
-    """Enter sums, and return the number of the next entry."""
+) -> tuple[int, np.uint64]:
+    """Enter sums; return the number of the next entry, and what was read ahead."""
+    read = _touch(rows, heads, upcoming, keys)
     have: np.ndarray = np.zeros(MAX_SUMS, np.uint64)
     size = len(rows)
     for i in range(len(keys)):
@@ -193,4 +223,4 @@ def _enter(
         rows[row, _DIFFERENT] = np.uint64(different)
         heads[bucket] = upcoming
         upcoming += 1
-    return upcoming
+    return upcoming, read

@@ -11,8 +11,11 @@ verified.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,8 +57,13 @@ if TYPE_CHECKING:
 
 _NULL_BLOCK = 0
 
+_id_of = attrgetter("block_id")
+
 _ALL_TOKENS = 2**62
 """More tokens than any request has: all slots of full blocks count."""
+
+_ENTERED_PER_STEP = 1024
+"""Sums that a step enters at least, where so many wait; it takes about 0.2 ms."""
 
 FULL_BLOCKS = "\0full blocks"
 """The name under which workers report blocks that became full; no request has it."""
@@ -66,25 +74,46 @@ class FullBlocks(PendingSend):
     """Blocks that became full in one step, while workers sum them.
 
     Attributes:
-        keys: the blocks' keys, by KV cache group.
+        hashes: the blocks' hashes, by KV cache group.
 
     """
 
-    keys: dict[int, np.ndarray] = field(default_factory=dict)
+    hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
+
+
+@dataclass
+class _Waiting:
+    """Sums that are to be entered, some of them per step.
+
+    Attributes:
+        group_id: their KV cache group.
+        hashes: the blocks' hashes.
+        sums: their sums, one array per replica check.
+        seq: the number under which they were asked for.
+        entered: how many are entered already.
+
+    """
+
+    group_id: int
+    hashes: list[BlockHash]
+    sums: list[np.ndarray]
+    seq: int
+    entered: int = 0
 
 
 @dataclass
 class _Run:
     """The blocks of one group that became full in a step."""
 
-    ids: list[int] = field(default_factory=list)
+    ids: list[np.ndarray] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
 
     def add(
         self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash], start: int
     ) -> None:
-        self.ids += [block.block_id for block in blocks]
+        # A list of numbers takes as long again to become an array.
+        self.ids.append(np.fromiter(map(_id_of, blocks), np.int64, len(blocks)))
         self.hashes += hashes
         self.positions.append(np.arange(start, start + len(blocks)))
 
@@ -125,6 +154,7 @@ class LedgerLoads:
         self._notes: list[tuple[Request, int, list[KVCacheBlock], int, int]] = []
         self._rewritten: list[tuple[Request, int, KVCacheBlock, int]] = []
         self._pending: dict[str, FullBlocks] = {}
+        self._waiting: deque[_Waiting] = deque()
         # Tokens that were loaded, by request; their blocks are not computed here.
         self._loaded: dict[str, int] = {}
 
@@ -218,7 +248,7 @@ class LedgerLoads:
             runs.setdefault(group_id, _Run()).add([block], hashes, at)
         full = FullBlocks(FULL_BLOCKS, KVChecksumBlocks(_ALL_TOKENS, {}, seq))
         for group_id, run in runs.items():
-            ids: np.ndarray = np.array(run.ids, np.int64)
+            ids = np.concatenate(run.ids)
             live = ids != _NULL_BLOCK
             if not live.any():
                 continue
@@ -227,8 +257,10 @@ class LedgerLoads:
                 positions[:] = 0
             full.blocks.groups[group_id] = (0, ids[live])
             full.blocks.positions[group_id] = positions
-            full.keys[group_id] = ledger_keys(run.hashes, group_id)[live]
-        if not full.keys:
+            full.hashes[group_id] = run.hashes
+            if not live.all():
+                full.hashes[group_id] = list(compress(run.hashes, live))
+        if not full.hashes:
             return None
         self._pending[f"{FULL_BLOCKS}{seq}"] = full
         return full.blocks
@@ -240,29 +272,51 @@ class LedgerLoads:
         return list(self._pending.values())
 
     def enter_reported(self) -> None:
-        """Enter the sums that all workers have reported.
+        """Take the sums that all workers have reported, and enter some of them.
 
-        Steps report in their order, so what was asked for before is lost.
+        Steps report in their order, so what was asked for before is lost. How much is
+        entered is bounded, so that a step which fills many blocks does not wait for it.
         """
         reported = [k for k, full in self._pending.items() if full.records]
-        if not reported:
-            return
-        for name in list(self._pending):
-            full = self._pending.pop(name)
-            self._enter(full)
+        for name in list(self._pending) if reported else ():
+            self._take(self._pending.pop(name))
             if name == reported[-1]:
                 break
+        if self._waiting:
+            self._enter_waiting(max(_ENTERED_PER_STEP, self.num_waiting // 8))
 
-    def _enter(self, full: FullBlocks) -> None:
+    def _take(self, full: FullBlocks) -> None:
         try:
             full.check_reports(self._num_workers)
             skipped = full.skipped()
-            for group_id, keys in full.keys.items():
+            for group_id, hashes in full.hashes.items():
                 if group_id not in skipped:
                     sums = self._block_sums(full, group_id)
-                    self._enter_sums(keys, sums, full.blocks.seq)
+                    waiting = _Waiting(group_id, hashes, sums, full.blocks.seq)
+                    self._waiting.append(waiting)
         except NotComparable:
             return
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(w.hashes) - w.entered for w in self._waiting)
+
+    def _enter_waiting(self, most: int = _ALL_TOKENS) -> None:
+        """Enter sums that wait, the first ones first; all of them by default."""
+        while self._waiting and most > 0:
+            first = self._waiting[0]
+            part = slice(first.entered, first.entered + most)
+            keys = ledger_keys(first.hashes[part], first.group_id)
+            self._enter_sums(keys, [s[part] for s in first.sums], first.seq)
+            first.entered += len(keys)
+            most -= len(keys)
+            if first.entered == len(first.hashes):
+                self._waiting.popleft()
+
+    def _known(self, keys: np.ndarray) -> KnownSums:
+        """Look up keys, when all sums that were reported are entered."""
+        self._enter_waiting()
+        return self.ledger.known(keys)
 
     def _enter_sums(self, keys: np.ndarray, sums: list[np.ndarray], seq: int) -> None:
         if self.denied:
@@ -323,7 +377,7 @@ class LedgerLoads:
         positions = self._positions(load, group_id)
         keys = self._keys_of_full(request, load, group_id)
         number = len(keys)
-        known = self.ledger.known(keys)
+        known = self._known(keys)
         equal = np.logical_and.reduce([known.equal(c[:number]) for c in checks])
         unknown = (known.number == 0) | (known.dropped & ~equal)
         bad = ~equal & ~unknown
@@ -429,7 +483,7 @@ class LedgerLoads:
         """Keep blocks of a load that the ledger does not know from failing again."""
         for group_id in load.blocks.groups:
             keys = self._keys_of_full(request, load, group_id)
-            unknown = self.ledger.known(keys).number == 0
+            unknown = self._known(keys).number == 0
             self.denied.deny_unknown(keys[unknown], seq)
 
     def allow_stored(
@@ -473,6 +527,7 @@ class LedgerLoads:
         self._notes.clear()
         self._rewritten.clear()
         self._pending.clear()
+        self._waiting.clear()
 
 
 def _samples(

@@ -643,9 +643,9 @@ class KVChecksumScheduler:
         Its blocks were cached when it started, so others may have found them. Fail-open
         they are served, and kept out of the prefix cache from the first bad block on.
         """
-        assert self.ledger is not None
         if not (verdict.mismatched or self.fail_closed):
             return
+        assert self.ledger is not None  # else such loads are declined
         whole = verdict.reason is not None and self.fail_closed
         blocks = self.ledger.blocks_at(load, None if whole else verdict)
         seq = next(self._seqs)

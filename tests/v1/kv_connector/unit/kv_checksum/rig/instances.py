@@ -51,8 +51,12 @@ LAYERS, HEADS, HEAD_SIZE = 4, 4, 8
 WITHOUT_CARRIER = dict(
     kv_connector="ExampleConnector",
     kv_connector_extra_config={"shared_storage_path": "unused"},
+    kv_checksum_ledger_blocks=0,
 )
-"""Settings of a connector of vLLM's that neither carries nor stores checksums."""
+"""Settings of a connector of vLLM's whose loads nobody checks."""
+
+NO_LEDGER = dict(kv_checksum_ledger_blocks=0)
+"""Settings with which loads that bring no checksums are checked by nobody."""
 
 # For tensors this small, threads cost more than they bring.
 torch.set_num_threads(1)

@@ -136,6 +136,8 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
                     if at < len(request.block_hashes) and rows[group_id][at]:
                         key = request.block_hashes[at]
                         meta.saves.append((group_id, key, rows[group_id][at]))
+                        if self.ledger and (group_id, key) not in self.stored:
+                            self.ledger.allow_stored(request, group_id, at, at + 1)
         return meta
 
     def request_finished(self, request, block_ids):
