@@ -428,3 +428,41 @@ def test_what_the_ledger_does_not_know_is_no_mismatch(model):
     d.tier.ledger.clear()
     d.ask("again", PROMPT)
     assert ended_well(d, "again") and not d.stats.get("loads_started")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_that_ends_before_its_synchronous_load_is_judged(
+    model, mode, shares, ahead
+):
+    """What it loaded is in the prefix cache, and others may hold it already."""
+    d = first_use(
+        model, sync=True, num_blocks=80, async_scheduling=ahead, **MODES[mode]
+    )
+    d.spoil = lambda d, load: tier.flip_bit(d, load, at=5)
+    served = served_on_wrong_kv(d)
+    d.add("loads", PROMPT, None, max_tokens=4)
+    if shares:
+        d.add("shares", PROMPT + rig.tokens(20, 3), None, max_tokens=4)
+    schedule = d.scheduler.schedule
+
+    def abort_after(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        if "loads" in output.num_scheduled_tokens:
+            d.scheduler.finish_requests("loads", rig.RequestStatus.FINISHED_ABORTED)
+        return output
+
+    d.scheduler.schedule = abort_after
+    for _ in range(20):
+        d.step()
+    d.scheduler.schedule = schedule
+    assert d.outcome("mismatch") == d.stats["loads_started"] == 1
+    if mode != "open":
+        assert not served
+    d.spoil = lambda d, load: None
+    last = d.add("last", PROMPT + rig.tokens(20, 3), None, max_tokens=30)
+    for _ in range(6):
+        d.step()
+    assert d.answer_kv_is_right(last)
+    assert not d.scheduler.kv_checksum._consequences.computes - {"shares"}

@@ -12,7 +12,7 @@ verified.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter
@@ -51,6 +51,7 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -477,6 +478,38 @@ class LedgerLoads:
                 group = verdict.groups.get(group_id, GroupVerdict())
                 at = np.isin(self._positions(load, group_id), group.positions)
             found[group_id] = set(np.asarray(ids)[at].tolist())
+        return found
+
+    def cached_as(
+        self,
+        request: Request,
+        load: PendingLoad,
+        blocks: Mapping[int, set[int]],
+        pool: BlockPool,
+    ) -> set[int]:
+        """Return those of a load's blocks that the prefix cache holds as its request's.
+
+        The request may have given them up since.
+
+        Args:
+            request: the request that loaded them.
+            load: the load.
+            blocks: ids of some of its blocks, by KV cache group.
+            pool: the blocks.
+
+        """
+        found = set()
+        for group_id, (_, ids) in load.blocks.groups.items():
+            positions = self._positions(load, group_id).tolist()
+            scale = self._block_sizes[group_id] // self._hash_block_size
+            for block_id, at in zip(np.asarray(ids).tolist(), positions, strict=True):
+                if block_id not in blocks.get(group_id, ()):
+                    continue
+                hashes = hashes_of_blocks(request.block_hashes, scale, at, at + 1)
+                for block_hash in hashes:
+                    key = make_block_hash_with_group_id(block_hash, group_id)
+                    if pool.blocks[block_id].block_hash == key:
+                        found.add(block_id)
         return found
 
     def deny_unknown(self, request: Request, load: PendingLoad, seq: int) -> None:

@@ -6,8 +6,10 @@ A record that is missing, or that covers other blocks than were asked for, makes
 whole send or load not comparable; it never counts as a difference.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
@@ -23,6 +25,9 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
     KVChecksumPayload,
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 _FROM_TIERS = (None, KVChecksumCarrier.STORED, KVChecksumCarrier.LEDGER)
 """Carriers of loads whose connector offers them to every request of the prefix."""
@@ -143,6 +148,7 @@ class PendingLoad(PendingSend):
         unverified: why it will not be compared in any case, or None.
         is_sync: whether it ends in the step in which it starts.
         num_tokens: tokens of the request that are local or loaded.
+        request: the request, if it is synchronous: it is judged even if that has ended.
         empty: groups of which it brings nothing.
         computes_last: whether its last token is computed here all the same.
         sent: the payload that `params` held, or why it does not decode.
@@ -156,6 +162,7 @@ class PendingLoad(PendingSend):
     unverified: Unverified | None = None
     is_sync: bool = False
     num_tokens: int = 0
+    request: Request | None = None
     empty: set[int] = field(default_factory=set)
     computes_last: bool = False
     sent: KVChecksumPayload | ValueError | None = None

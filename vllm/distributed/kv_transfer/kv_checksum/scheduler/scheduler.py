@@ -19,8 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_checksum import metrics
@@ -41,9 +40,11 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     loaded_blocks,
     sent_blocks,
     tier_blocks,
-    units_of_group,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.comparison import Comparison
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.consequences import (
+    Consequences,
+)
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import (
     FULL_BLOCKS,
     LedgerLoads,
@@ -54,19 +55,14 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     PendingLoad,
     PendingSend,
 )
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.prefix_cache import disown
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
     Reporter,
-    client_error,
-    remote_engine,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import users_of
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     declares,
     serving_connector,
     transfer_config,
-    why_whole_blocks_differ,
 )
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     LeftOut,
@@ -74,7 +70,6 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Unverified,
 )
 from vllm.logger import init_logger
-from vllm.outputs import RequestError
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -123,12 +118,6 @@ class KVChecksumScheduler:
         self.connector = connector
         self.kv_cache_manager = kv_cache_manager
         self.kv_cache_config = kv_cache_config
-        groups = kv_cache_config.kv_cache_groups
-        self._keeps_prefix = (
-            self.recompute
-            and len(groups) == 1
-            and why_whole_blocks_differ(groups) is None
-        )
         # Not from 1, so that no record of an earlier scheduler has such a number.
         self._seqs = count(time.time_ns())
         self._scheduled = KVChecksumScheduled()
@@ -145,20 +134,25 @@ class KVChecksumScheduler:
         self._drawn: dict[str, PendingLoad] = {}
         # Requests whose last loaded token the next step of theirs computes again.
         self._rewrites: dict[str, int] = {}
-        # Requests that ask no cache tier again, because a load of theirs was bad.
-        self._computes: set[str] = set()
-        # Running requests that must not go on with the KV that they have.
-        self._stopped: set[str] = set()
-        self._failed: set[str] = set()
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
         self._skipped_groups: dict[int, str] = {}
         if kv_cache_config.kv_checksum_skipped:
             self._note_skipped(kv_cache_config.kv_checksum_skipped)
-        self._errors: dict[str, str] = {}
-        self._hash_block_size: int = kv_cache_manager.block_pool.hash_block_size
-        self._stored = StoredLoads(connector, kv_cache_config, self._hash_block_size)
+        hash_block_size: int = kv_cache_manager.block_pool.hash_block_size
+        self._stored = StoredLoads(connector, kv_cache_config, hash_block_size)
         self.ledger = ledger
+        self._consequences = Consequences(
+            kv_cache_config,
+            kv_cache_manager,
+            self.fail_closed,
+            self.recompute,
+            self._stored,
+            ledger,
+            self._reporter,
+            self._stats,
+            self._seqs,
+        )
 
     def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
         """Count a group, or a part of it, that is left out; log each reason once."""
@@ -224,7 +218,7 @@ class KVChecksumScheduler:
         if not num_tokens:
             return num_tokens, is_async
         req_id = request.request_id
-        if req_id in self._computes:
+        if req_id in self._consequences.computes:
             return 0, False
         if self.ledger is None:
             if is_async or not self.fail_closed:
@@ -279,6 +273,7 @@ class KVChecksumScheduler:
             unverified=unverified,
             is_sync=not is_async,
             num_tokens=num_tokens,
+            request=None if is_async else request,
         )
         if unverified is None:
             blocks = self.kv_cache_manager.get_blocks(req_id)
@@ -529,9 +524,9 @@ class KVChecksumScheduler:
             self._stats[metrics.LOADS_STARTED] += 1
             self._count(verdict, hit)
             if verdict.mismatched:
-                action = self._action(hit, 0)
+                action = self._consequences.action(hit, 0)
                 self._reporter.load(request.request_id, verdict, hit.connector, action)
-                self._stop_users(hit, verdict, requests, bad)
+                self._consequences.note_users(hit, verdict, requests, bad)
 
     def _give_up(
         self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
@@ -563,13 +558,12 @@ class KVChecksumScheduler:
         A load that must fail is added to `bad`.
         """
         load = self._recvs.pop(req_id)
-        request = requests.get(req_id)
-        awaited = (
-            RequestStatus.RUNNING
-            if load.is_sync
-            else RequestStatus.WAITING_FOR_REMOTE_KVS
-        )
-        if request is None or request.status != awaited:
+        # What a synchronous load brought is in the prefix cache, whatever became of
+        # its request.
+        request = load.request if load.is_sync else requests.get(req_id)
+        if request is None or (
+            not load.is_sync and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+        ):
             self._stats[metrics.LOADS_ABORTED] += 1
             return
         verdict = self._judge(request, load)
@@ -579,168 +573,16 @@ class KVChecksumScheduler:
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load)
         if verdict.outcome != "verified":
-            self._see_to(request, load, verdict, bad)
+            self._consequences.see_to(request, load, verdict, bad)
         elif self.ledger is not None:
             self.ledger.enter_load(request, load)
             if not load.is_sync and load.num_tokens == request.num_tokens:
                 self._rewrites[req_id] = load.num_tokens
         if load.is_sync:
-            self._stop_users(load, verdict, requests, bad)
+            self._consequences.note_users(load, verdict, requests, bad)
         elif req_id not in bad:
             # Last, because blocks are dropped from a store by the request's hashes.
-            self._keep_away(request, load, verdict)
-
-    def _see_to(
-        self,
-        request: Request,
-        load: PendingLoad,
-        verdict: LoadVerdict,
-        bad: dict[str, int],
-    ) -> None:
-        """Log a load that is not verified, drop its stored blocks, and let it fail.
-
-        It fails only with fail-closed: then it is added to `bad`.
-        """
-        req_id = load.req_id
-        kept = self._kept_tokens(load, verdict)
-        action = self._action(load, kept)
-        self._reporter.load(req_id, verdict, self._source(load), action)
-        if load.blocks.stored and verdict.mismatched:
-            dropped = self._stored.drop_mismatched(request, verdict)
-            self._stats[metrics.STORED_BLOCKS_DROPPED] += dropped
-        if self.ledger is not None and load.carrier is KVChecksumCarrier.LEDGER:
-            self.ledger.deny(request, load, verdict, next(self._seqs))
-            if self.fail_closed:
-                self.ledger.deny_unknown(request, load, next(self._seqs))
-                self._computes.add(req_id)
-        elif self.fail_closed and load.may_be_offered_again:
-            self._stored.give_up(request)
-        if self.fail_closed and not load.is_sync:
-            bad[req_id] = kept
-            if self._fails(load):
-                self._errors[req_id] = client_error(verdict)
-            elif self.ledger is not None:
-                self.ledger.set_loaded(req_id, kept)
-
-    def _fails(self, load: PendingLoad) -> bool:
-        """Tell whether a request whose load fails ends with an error.
-
-        vLLM has no way to compute a synchronous load again where blocks are of several
-        groups.
-        """
-        several = len(self.kv_cache_config.kv_cache_groups) > 1
-        return not self.recompute or (load.is_sync and several)
-
-    def _stop_users(
-        self,
-        load: PendingLoad,
-        verdict: LoadVerdict,
-        requests: Mapping[str, Request],
-        bad: dict[str, int],
-    ) -> None:
-        """Stop every request whose KV rests on what a synchronous load brought.
-
-        Its blocks were cached when it started, so others may have found them. Fail-open
-        they are served, and kept out of the prefix cache from the first bad block on.
-        """
-        if not (verdict.mismatched or self.fail_closed):
-            return
-        assert self.ledger is not None  # else such loads are declined
-        whole = verdict.reason is not None and self.fail_closed
-        blocks = self.ledger.blocks_at(load, None if whole else verdict)
-        seq = next(self._seqs)
-        users = users_of(
-            blocks, requests.values(), self.kv_cache_manager, self.kv_cache_config
-        )
-        for user in list(users):
-            request, req_id = user.request, user.request.request_id
-            # What was computed from it; the loaded blocks were judged one by one.
-            behind = user.first_token
-            if load.carrier is not KVChecksumCarrier.LOCAL:
-                behind = max(behind, load.num_tokens)
-            self.ledger.deny_from(request, behind, seq)
-            self.kv_cache_manager.evict_blocks(user.block_ids)
-            if not self.fail_closed:
-                disown(request, user.first_token, self._hash_block_size)
-                continue
-            self.ledger.forget(req_id)
-            if self._fails(load):
-                self._errors[req_id] = client_error(verdict)
-            if request.status == RequestStatus.RUNNING:
-                self._stopped.add(req_id)
-            else:
-                bad[req_id] = 0
-            if req_id not in (load.req_id, LocalHits.request_of(load)):
-                failed = metrics.FAILED if self._fails(load) else metrics.RECOMPUTED
-                self._stats[failed] += 1
-
-    def stop_users(self, scheduler: Scheduler) -> set[str]:
-        """Stop the running requests whose KV is bad, so that no token of theirs leaves.
-
-        They are preempted, and what is in flight of them is dropped; or they end with
-        an error, which `take_failed` names.
-
-        Args:
-            scheduler: vLLM's scheduler.
-
-        Returns:
-            Ids of the requests whose output of this step does not count.
-
-        """
-        stopped, self._stopped = self._stopped, set()
-        if self._errors.keys() & stopped:
-            self._failed |= stopped
-            return stopped
-        timestamp = time.monotonic()
-        for request in [r for r in scheduler.running if r.request_id in stopped][::-1]:
-            scheduler.running.remove(request)
-            scheduler._preempt_request(request, timestamp, drop_stale_output=True)
-            # It may resume in the next step, as if it had not been in this one.
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        return set()
-
-    def take_failed(self) -> set[str]:
-        """Return the running requests that must end with an error."""
-        failed, self._failed = self._failed, set()
-        return failed
-
-    def _keep_away(
-        self, request: Request, load: PendingLoad, verdict: LoadVerdict
-    ) -> None:
-        """Keep later requests from finding the bad or incomplete blocks of a used load.
-
-        In a window's first block, the part that the producer did not send holds stale
-        bytes; this request does not need it, but another may.
-        """
-        first_token = partial(self._first_token, load)
-        first = [
-            first_token(group_id, start)
-            for group_id, (start, _) in load.blocks.groups.items()
-            if verdict.other_prompt
-            or verdict.left_out.get(group_id) is LeftOut.PARTIAL_BLOCKS
-        ]
-        if (bad := verdict.first_bad_token(first_token)) is not None:
-            first.append(bad)
-        if first:
-            disown(request, min(first), self._hash_block_size)
-
-    def _first_token(self, load: PendingLoad, group_id: int, position: int) -> int:
-        """Return the first token of a block; for a state, the load's last token."""
-        if holds_states(self.kv_cache_config, group_id):
-            return load.blocks.num_tokens - 1
-        return position * self._block_size(group_id)
-
-    @staticmethod
-    def _source(load: PendingLoad) -> str:
-        """Describe the store, connector or engine that a load came from."""
-        if load.blocks.stored:
-            return f"store of {load.connector}"
-        if load.carrier is KVChecksumCarrier.LEDGER or load.unverified in (
-            Unverified.NO_CARRIER,
-            Unverified.SYNC_LOAD,
-        ):
-            return load.connector
-        return remote_engine(load.params)
+            self._consequences.keep_away(request, load, verdict)
 
     def keep_verified(self, bad: dict[str, int], requests: dict[str, Request]) -> None:
         """Keep the tokens that `verify` found good from being recomputed.
@@ -757,25 +599,22 @@ class KVChecksumScheduler:
             if kept:
                 requests[req_id].num_computed_tokens = kept
 
-    def _kept_tokens(self, load: PendingLoad, verdict: LoadVerdict) -> int:
-        """Return the number of tokens before the first bad block that may be kept."""
-        if not self._keeps_prefix or verdict.reason is not None:
-            return 0
-        return verdict.good_blocks(0) * self._block_size(0)
+    def stop_users(self, scheduler: Scheduler) -> set[str]:
+        """Stop running requests whose KV is bad: see `Consequences.stop_users`."""
+        return self._consequences.stop_users(scheduler)
+
+    def take_failed(self) -> set[str]:
+        """Return the running requests that must end with an error."""
+        return self._consequences.take_failed()
 
     def attach_errors(self, outputs: Iterable[Iterable[EngineCoreOutput]]) -> None:
         """Attach the reason to the outputs of requests that fail in this step.
 
         Args:
-            outputs: the step's outputs, by client. In vLLM 0.32 they have no field for
-                a reason; clients get a general error there.
+            outputs: the step's outputs, by client.
 
         """
-        errors, self._errors = self._errors, {}
-        for output in chain.from_iterable(outputs) if errors else ():
-            text = errors.get(output.request_id)
-            if text is not None and hasattr(output, "error"):
-                output.error = RequestError(code="kv_checksum", message=text)
+        self._consequences.attach_errors(outputs)
 
     def request_finished(
         self, request: Request, params: dict[str, Any] | None
@@ -791,10 +630,12 @@ class KVChecksumScheduler:
 
         """
         req_id = request.request_id
-        if self._recvs.pop(req_id, None) is not None:
+        load = self._recvs.get(req_id)
+        if load is not None and not (load.is_sync and self.ledger is not None):
+            del self._recvs[req_id]
             self._stats[metrics.LOADS_ABORTED] += 1
         self._declined.discard(req_id)
-        self._computes.discard(req_id)
+        self._consequences.computes.discard(req_id)
         self._rewrites.pop(req_id, None)
         if self.ledger is not None:
             self.ledger.forget(req_id)
@@ -837,9 +678,6 @@ class KVChecksumScheduler:
 
     # ---- judging
 
-    def _block_size(self, group_id: int) -> int:
-        return units_of_group(self.kv_cache_config, group_id).block_size
-
     def _judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
         """Compare a load with its payload or its stored block checksums."""
         if load.unverified is not None:
@@ -860,10 +698,11 @@ class KVChecksumScheduler:
 
     def take_stats(self) -> dict[str, int] | None:
         """Return the counts since the last call by key of `metrics`; None for none."""
-        stats, self._stats = self._stats, Counter()
         if self.ledger is not None:
-            stats.update(self.ledger.take_stats())
-        return dict(stats) or None
+            self._stats.update(self.ledger.take_stats())
+        stats = dict(self._stats)
+        self._stats.clear()
+        return stats or None
 
     def _count(self, verdict: LoadVerdict, load: PendingLoad) -> None:
         outcome = verdict.outcome
@@ -876,13 +715,6 @@ class KVChecksumScheduler:
             self._stats[metrics.LEDGER_MISSES] += verdict.num_unknown
         self._stats[metrics.BLOCKS_COMPARED] += verdict.num_compared
         self._stats[metrics.BLOCKS_MISMATCHED] += verdict.num_mismatched
-        if outcome != "verified" and self.fail_closed:
-            failed = metrics.FAILED if self._fails(load) else metrics.RECOMPUTED
-            self._stats[failed] += 1
-
-    def _action(self, load: PendingLoad, kept: int) -> str:
-        if not self.fail_closed:
-            return "served as loaded"
-        return (
-            "request failed" if self._fails(load) else f"recomputing from token {kept}"
-        )
+        ended = load.request is not None and load.request.is_finished()
+        if outcome != "verified" and self.fail_closed and not ended:
+            self._consequences.count_failure(load)

@@ -223,6 +223,7 @@ class Site:
             async_scheduling=setup.steps_ahead > 0,
             kv_connector=name,
             kv_connector_module_path=__name__,
+            **rig.NO_LEDGER,
             **MODES[setup.mode],
         )
         init_none_hash(sha256)
