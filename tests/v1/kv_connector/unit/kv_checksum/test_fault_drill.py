@@ -33,10 +33,12 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (
     LayerFormat,
     TokenOrder,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from .rig import caches as u
 from .rig import instances as rig
 from .rig import real_workers as real
+from .rig import tier
 
 TOKENS, HEADS, HEAD_SIZE, NUM_BLOCKS = 16, 4, 32, 12
 IDS, OTHERS = [3, 7, 5], [8, 9]
@@ -420,3 +422,29 @@ def test_every_kind_of_damage_has_its_verdict(model, transport):
             expected["verified" if kind == "clean" else damaged] += 1
             assert {x: d.loads(x) for x in expected} == expected, kind
         assert d.loads_compared == expected.total() and not d.unsummed
+
+
+@pytest.mark.parametrize("kind", ["bit_flip", "zero_block", "lane_signs"])
+def test_what_a_step_loads_for_itself_is_damaged_before_it_is_used(model, kind):
+    """The drill over a connector that keeps KV by block hash; the ledger sees it."""
+    drill = {**OPTED_IN, "faults": {"drill-": kind}}
+    d = tier.TierInstance(model, num_blocks=40, sync=True, drill=drill)
+    worker = KVChecksumFaultDrill(d.config, KVConnectorRole.WORKER, d.kv_config)
+    worker.register_kv_caches({u.names(n)[0]: cache for n, cache in d.kv.items()})
+    load = d.before_forward
+
+    def load_and_damage(output):
+        load(output)
+        worker.bind_connector_metadata(output.kv_connector_metadata)
+        worker.start_load_kv(None)
+
+    d.before_forward = load_and_damage
+    prompt = rig.tokens(200)
+    d.ask("first", prompt)
+    d.evict()
+    request = d.add("cmpl-drill-1", prompt, None, max_tokens=30)
+    for _ in range(3):
+        d.step()
+    assert not d.answer_kv_is_right(request)
+    d.run(request)
+    assert d.outcome("mismatch") == d.stats["loads_started"] == 1

@@ -425,7 +425,7 @@ class Instance:
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         ids = torch.tensor(list(request.prompt_token_ids))
         for spec, numbers, row in zip(self.specs, self.layers, rows, strict=False):
-            window = getattr(spec, "sliding_window", None) or len(ids)
+            window = getattr(spec, "sliding_window", None) or len(ids) + 1
             at = torch.arange(max(0, len(ids) + 1 - window), len(ids))
             blocks = torch.tensor(row)[at // self.block_size]
             at, blocks = at[blocks != 0], blocks[blocks != 0]

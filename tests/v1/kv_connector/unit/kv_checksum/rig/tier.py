@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill.connector import (
+    KVChecksumFaultDrill,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -197,17 +200,31 @@ class TierInstance(rig.Instance):
     """An instance that stores every full block, and loads what it has no more."""
 
     def __init__(
-        self, model, *, delay=0, sync=False, limits=False, leave=1, **settings
+        self,
+        model,
+        *,
+        delay=0,
+        sync=False,
+        limits=False,
+        leave=1,
+        drill=None,
+        **settings,
     ):
         extra = dict(sync=sync, limits=limits, leave=leave)
-        super().__init__(
-            model,
-            "kv_both",
+        connector = dict(
             kv_connector="TierConnector",
             kv_connector_module_path=__name__,
             kv_connector_extra_config=extra,
-            **settings,
         )
+        if drill is not None:
+            options = {**drill, "connector": "TierConnector"}
+            options["connector_module_path"] = __name__
+            connector = dict(
+                kv_connector=KVChecksumFaultDrill.__name__,
+                kv_connector_module_path=KVChecksumFaultDrill.__module__,
+                kv_connector_extra_config={**extra, "kv_checksum_fault_drill": options},
+            )
+        super().__init__(model, "kv_both", **connector, **settings)
         self.transport = TierWorkers(delay)
         self.tier = self.scheduler.connector
         self.loaded_blocks: list[dict[int, list[int]]] = []
