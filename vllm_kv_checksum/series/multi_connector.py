@@ -60,6 +60,16 @@ with multi.cls("MultiConnector") as c:
                 return ()
             return connector.get_kv_checksum_sources(request)
 
+        def limit_matched_tokens(
+            self, request: "Request", num_computed_tokens: int, max_num_new_tokens: int
+        ) -> tuple[int | None, bool]:
+            connector = support.serving_connector(self, request)
+            if connector is self:
+                return 0, False
+            return connector.limit_matched_tokens(
+                request, num_computed_tokens, max_num_new_tokens
+            )
+
         def set_kv_checksum_ledger(self, ledger: Any) -> None:
             for connector in self._connectors:
                 connector.set_kv_checksum_ledger(ledger)
