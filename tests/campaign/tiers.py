@@ -27,8 +27,8 @@ from .tally import CHECK, CLEAN, Tally
 
 DEPTH = "tiers"
 
-WAVES = 12
-"""Sets of concurrent requests in a batch; every third is damaged."""
+WAVES = 24
+"""Sets of concurrent requests in a batch; every other one is damaged."""
 
 VARIANTS = 4
 """Bit patterns that the forward gives one KV; the ledger keeps as many sums."""
@@ -231,6 +231,7 @@ class Batch:
         self.told = 0
         self.positions: dict[tuple[int, int], list[bytes]] = {}
         self.prompts: list[list[int]] = []
+        self.fresh: list[list[int]] = []
         self.number = 0
         self.served = self._watch_served()
         self._watch_loads()
@@ -272,6 +273,7 @@ class Batch:
                 for r in running
                 if r.status == RequestStatus.RUNNING
                 and r.num_computed_tokens >= r.num_prompt_tokens
+                and not r.num_output_tokens
                 and not self.d.answer_kv_is_right(r)
             }
             results = finish_step(output, model_output)
@@ -311,15 +313,15 @@ class Batch:
             stored = list(self.d.tier.stored)
             for key in self.random.permutation(len(stored))[: len(stored) // 4]:
                 del self.d.tier.stored[stored[key]]
-        self._evict(float(self.random.choice([0.3, 1.0, 1.0])))
+        self._evict(float(self.random.choice([0.3, 1.0, 1.0, 1.0])))
         requests = []
-        for _ in range(int(self.random.integers(2, 7))):
+        for prompt in self._draw_prompts():
             self.number += 1
             request = self.d.add(
                 f"r{self.number}",
-                self._draw_prompt(),
+                prompt,
                 None,
-                int(self.random.integers(1, 40)),
+                int(self.random.choice([1, 2, 5, 30])),
             )
             requests.append(request)
             for _ in range(int(self.random.integers(3))):
@@ -345,16 +347,24 @@ class Batch:
         drawn = self.random.random(len(cached)) < share
         pool.evict_blocks({i for i, hit in zip(cached, drawn, strict=True) if hit})
 
-    def _draw_prompt(self) -> list[int]:
-        prompt = rig.tokens(
-            int(self.random.integers(20, 300)), int(self.random.integers(2**32))
-        )
-        if self.prompts and self.random.random() < 0.8:
-            earlier = self.prompts[int(self.random.integers(len(self.prompts)))]
-            keep = int(self.random.integers(1, 1 + len(earlier)))
-            prompt = earlier[:keep] + prompt[: int(self.random.integers(1, 60))]
-        self.prompts.append(prompt[:400])
-        return prompt[:400]
+    def _draw_prompts(self) -> list[list[int]]:
+        """Prompts that begin as those of the last wave do, older ones, and new ones."""
+        again = [
+            p[: int(self.random.integers(len(p) // 2, 1 + len(p)))] for p in self.fresh
+        ]
+        if self.prompts:
+            again.append(self.prompts[int(self.random.integers(len(self.prompts)))])
+        again = [
+            p + rig.tokens(int(self.random.integers(1, 40)), self.number) for p in again
+        ]
+        self.fresh = [
+            rig.tokens(
+                int(self.random.integers(20, 300)), int(self.random.integers(2**32))
+            )
+            for _ in range(int(self.random.integers(2, 6)))
+        ]
+        self.prompts += self.fresh
+        return [p[:400] for p in (*again, *self.fresh)]
 
     def _note(self) -> None:
         for req_id, (kind, changed) in self.loads.items():
@@ -396,7 +406,7 @@ def run_batch(seed: int, number: int) -> Tally:
     batch = Batch(seed, number)
     kinds = list(KINDS)
     for wave in range(WAVES):
-        damaged = wave > 2 and wave % 2
+        damaged = wave > 1 and wave % 2
         kind = str(batch.random.choice(kinds)) if damaged else CLEAN
         batch.wave(kind)
     batch.check_end()

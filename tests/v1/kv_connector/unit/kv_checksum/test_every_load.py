@@ -243,7 +243,7 @@ def test_a_stored_mismatch_names_the_store(model, wrapped, log):
     kv_checksum.build_checksum_meta()
     load = kv_checksum._recvs.pop("r")
     kv_checksum._stats.clear()
-    assert kv_checksum._source(load) == "store of MemoryStoreConnector"
+    assert kv_checksum._consequences._source(load) == "store of MemoryStoreConnector"
 
 
 @pytest.mark.parametrize("when", ["loading", "finished in this step"])
