@@ -466,3 +466,17 @@ def test_a_request_that_ends_before_its_synchronous_load_is_judged(
         d.step()
     assert d.answer_kv_is_right(last)
     assert not d.scheduler.kv_checksum._consequences.computes - {"shares"}
+
+
+def test_a_request_that_ends_as_its_block_becomes_full(model):
+    """Its block may be another's by the next step: then nothing is summed of it."""
+    d = make(model, num_blocks=16, async_scheduling=True)
+    for number in range(4):
+        # The last token of the answer fills a block; the pool has few others.
+        d.add(f"r{number}", rig.tokens(100, number), None, max_tokens=13)
+    for _ in range(80):
+        d.step()
+    assert all(d.results[f"r{n}"][-1].finish_reason for n in range(4))
+    for number in range(4):
+        d.ask(f"again{number}", rig.tokens(100, number) + [7] * 40)
+    assert d.outcome("verified") == d.stats["loads_started"]

@@ -249,7 +249,7 @@ class LedgerLoads:
             runs.setdefault(group_id, _Run()).add([block], hashes, at)
         full = FullBlocks(FULL_BLOCKS, KVChecksumBlocks(_ALL_TOKENS, {}, seq))
         for group_id, run in runs.items():
-            ids = np.concatenate(run.ids)
+            ids = np.concatenate([np.zeros(0, np.int64), *run.ids])
             live = ids != _NULL_BLOCK
             if not live.any():
                 continue
