@@ -38,10 +38,10 @@ NOT_SERVED = CHECK + "fail-closed, no token rests on bad KV"
 SETS = CHECK + "what is summed is what is loaded"
 CHECKS = (ONE_VERDICT, NOT_SERVED, SETS)
 
-AGED = "clean, in a ledger that is smaller than the tier"
-"""Loads of which nothing is damaged and not all needs to be known."""
+LESS_KNOWN = "clean, where not all is known"
+"""Loads in a ledger that is smaller than the tier, or that end inside a block."""
 
-AGED_DAMAGED = "damaged, in a ledger that is smaller than the tier"
+LESS_KNOWN_DAMAGED = "damaged, where not all is known"
 
 
 class Computing(tier.TierInstance):
@@ -197,6 +197,8 @@ class Batch:
         self.mode = str(draw.choice(list(rig.MODES)))
         # An entry that went by its age says nothing of other bits.
         self.small = bool(draw.random() < 0.15)
+        # Blocks that are loaded in part are completed here, and not known.
+        self.partial = bool(draw.random() < 0.15)
         how = str(draw.choice(["sync", "async", "spans steps"]))
         sizes = [dict(), dict(), dict(tp=2), dict(pp=2), dict(tp=2, pp=2)]
         ranks = sizes[int(draw.integers(len(sizes)))]
@@ -206,7 +208,8 @@ class Batch:
             window=window or None,
             async_scheduling=bool(draw.random() < 0.5),
             kv_checksum_ledger_blocks=60 if self.small else 4096,
-            leave=int(draw.choice([1, 1, 17])),
+            leave=17 if self.partial else 1,
+            whole=not self.partial,
             limits=bool(draw.random() < 0.5),
             sync=how == "sync",
             delay=int(draw.integers(1, 4)) if how == "spans steps" else 0,
@@ -223,6 +226,7 @@ class Batch:
             async_scheduling=settings["async_scheduling"],
             blocks=self.d.num_blocks,
             small_ledger=self.small,
+            loads_parts_of_blocks=self.partial,
         )
         self.verdicts = keep_verdicts(self.d.scheduler.kv_checksum)
         self.d.spoil = self.spoil
@@ -372,8 +376,8 @@ class Batch:
             if verdict is None:
                 continue  # aborted; the counters tell
             expected: tuple[str, ...] = ("mismatch",)
-            if self.small:
-                kind = AGED_DAMAGED if changed else AGED
+            if self.small or self.partial:
+                kind = LESS_KNOWN_DAMAGED if changed else LESS_KNOWN
                 expected = ("mismatch" if changed else "verified", "unverified")
             elif kind == CLEAN:
                 expected = ("verified",)

@@ -57,8 +57,9 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.is_sync = extra.get("sync", False)
         self.limits = extra.get("limits", False)
-        # Offered down to a multiple of it, and with the last token of a prompt or not.
+        # Tokens of a prompt that are never offered, and whether whole blocks are.
         self.leave = extra.get("leave", 1)
+        self.whole = extra.get("whole", False)
         self.stored: dict[tuple[int, bytes], dict] = {}
         self.offers = True
         # Tokens that are local, by request, when the connector was asked.
@@ -106,6 +107,8 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
             if self._has(request, tokens):
                 found = max(found, tokens)
         found = min(found, request.num_tokens - self.leave)
+        if self.whole:
+            found -= found % size
         number = max(0, found - num_computed_tokens)
         return number, bool(number) and not self.is_sync
 
@@ -207,10 +210,11 @@ class TierInstance(rig.Instance):
         sync=False,
         limits=False,
         leave=1,
+        whole=False,
         drill=None,
         **settings,
     ):
-        extra = dict(sync=sync, limits=limits, leave=leave)
+        extra = dict(sync=sync, limits=limits, leave=leave, whole=whole)
         connector = dict(
             kv_connector="TierConnector",
             kv_connector_module_path=__name__,
