@@ -12,7 +12,7 @@ from unittest import mock
 
 import msgspec
 import zmq
-from kv_checksum.rig.receivers import pull
+from kv_checksum.rig.receivers.mooncake import pull
 
 from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake import (
     MooncakeChecksums,

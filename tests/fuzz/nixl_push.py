@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import msgspec
-from kv_checksum.rig.receivers import PushConsumer
+from kv_checksum.rig.receivers.nixl_push import PushConsumer
 
 from vllm.distributed.kv_transfer.kv_checksum.connectors import nixl_push
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (

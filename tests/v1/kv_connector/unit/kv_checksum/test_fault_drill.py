@@ -403,15 +403,15 @@ def drilled_pair(stack: ExitStack, model, transport: str):
     return p, d
 
 
-@pytest.mark.parametrize("transport", ["pull", "push"])
-def test_every_kind_of_damage_has_its_verdict(model, transport):
+@pytest.mark.parametrize("path", ["pull", "push"])
+def test_every_kind_of_damage_has_its_verdict(model, path):
     """Load through the drill's own two sides, over the real NIXL.
 
     D asks itself in every step whether it sums what it loads, and `conftest` at the
     end whether each load was counted once.
     """
     with ExitStack() as stack:
-        p, d = drilled_pair(stack, model, transport)
+        p, d = drilled_pair(stack, model, path)
         expected = Counter()
         for seed, kind in enumerate(["clean", *KINDS, *PAYLOAD_KINDS]):
             prompt = rig.tokens(300, seed)

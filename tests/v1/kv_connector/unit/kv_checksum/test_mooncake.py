@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from .rig import instances as rig
-from .rig.receivers import MooncakeReceiver, pull
+from .rig.receivers.mooncake import MooncakeReceiver, pull
 
 
 def sent(payload):

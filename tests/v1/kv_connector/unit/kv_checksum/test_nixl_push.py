@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
 )
 
 from .rig import instances as rig
-from .rig.receivers import PushConsumer
+from .rig.receivers.nixl_push import PushConsumer
 
 PLAIN = b"cmpl-a:0-1f:2"
 

@@ -23,7 +23,7 @@ from vllm.v1.engine import FinishReason
 
 from .rig import instances as rig
 from .rig import real_workers as real
-from .rig.receivers import PushConsumer
+from .rig.receivers.nixl_push import PushConsumer
 
 PAYLOAD = bytes(range(256)) + b"sums"
 

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Real schedulers of P and D with real checksum workers, over every P/D path.
 
-What moves between them is faked where `transports.FAKES` says so.
+What moves between them is faked (see `transports`).
 """
 
 import msgspec

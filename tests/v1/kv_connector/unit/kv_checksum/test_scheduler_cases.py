@@ -16,6 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from .rig import caches as u
 from .rig import instances as rig
+from .rig import transports
 from .rig.instances import load, pair, tokens
 
 
@@ -213,6 +214,7 @@ def test_loads_from_a_decode_instance_are_unverified(model):
     assert p.stats["loads:unverified:none"] == p.stats["unverified:from_decode"] == 1
 
 
+@pytest.mark.skipif("push" not in transports.FAKES, reason="no such carrier yet")
 def test_the_first_received_copy_counts_and_strangers_keep_nothing(model):
     p, d = pair(model, transport="push")
     d.add("r", tokens(50), rig.prefill(p, "p", tokens(50)))
