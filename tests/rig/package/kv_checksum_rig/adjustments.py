@@ -100,7 +100,7 @@ def no_broadcast_busy_loop(module: ModuleType) -> None:
         raise RuntimeError(
             "kv-checksum-rig: shm_broadcast has no recheck interval; revise the adjustment"
         )
-    module.SHM_READER_RECHECK_INTERVAL_MS = BROADCAST_RECHECK_MS
+    module.SHM_READER_RECHECK_INTERVAL_MS = BROADCAST_RECHECK_MS  # type: ignore[attr-defined]
     init: Any = module.SpinCondition.__init__  # type: ignore[attr-defined]
     names = init.__code__.co_varnames[: init.__code__.co_argcount]
     if not init.__defaults__ or names[-1] != "busy_loop_s":
