@@ -13,6 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 from rig import processes
 from rig.model import tiny_qwen3
@@ -137,7 +138,7 @@ def check(p, d, name, seed):
     assert counted == {"verified": 1, "mismatch": 1, "unverified": 0}
 
 
-def worker_of(server: Server, name: str) -> processes.Process:
+def worker_of(server: Server, name: str) -> psutil.Process:
     """The worker that writes to the server's log under this name."""
     pids = set(re.findall(rf"\({name} pid=(\d+)\)", server.log_text()))
     (found,) = [x for x in server.family() if str(x.pid) in pids]

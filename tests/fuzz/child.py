@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / ".rig/atheris"))
 
 import atheris  # noqa: E402
 import numpy as np  # noqa: E402
+import psutil  # noqa: E402
 
 from fuzz.base import Target, check, quiet  # noqa: E402
 from fuzz.mutate import mutate  # noqa: E402
@@ -160,8 +161,7 @@ def free_what_arrays_compare_to() -> None:
 
 
 def limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + SPARE_MEMORY
+    limit = psutil.Process().memory_info().vms + SPARE_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
