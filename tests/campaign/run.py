@@ -20,16 +20,18 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from rig import progress
+
 from campaign.tally import CLEAN, Tally
 
 DEPTHS = ("blocks", "loads", "tiers")
-PROGRESS_S = 10.0
+PROGRESS_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -93,26 +95,33 @@ def run(
     seed: int,
     goal: Goal,
     tally: Tally,
-    progress: Callable[[str], None],
     jobs: int = 1,
     pool: Executor | None = None,
 ) -> int:
     """Add batches to `tally` until the goal is reached; how many there were."""
     began = said = time.monotonic()
     number = 0
-    with closing(tallies(depth, seed, jobs, pool)) as batches:  # type: ignore[type-var]
+    with (
+        closing(tallies(depth, seed, jobs, pool)) as batches,  # type: ignore[type-var]
+        progress.bar(goal.damaged, depth, " damaged") as bar,
+    ):
         while not goal.reached(tally, depth):
             tally.add(next(batches))
             number += 1
+            done = tally.total(depth, "damaged")
+            undetected = tally.total(depth, "undetected")
+            false_alarms = tally.total(depth, "false_alarms")
+            progress.advance(
+                bar, done, undetected=undetected, false_alarms=false_alarms
+            )
             now = time.monotonic()
-            if now - said >= PROGRESS_S:
+            # The bar says the same where there is one.
+            if bar.disable and now - said >= PROGRESS_S:
                 said = now
-                done = tally.total(depth, "damaged")
                 left = (now - began) * max(0, goal.damaged - done) / max(1, done)
-                progress(
+                say(
                     f"{depth}: {done:,} of {goal.damaged:,} damaged, "
-                    f"{tally.total(depth, 'undetected'):,} undetected, "
-                    f"{tally.total(depth, 'false_alarms'):,} false alarms, "
+                    f"{undetected:,} undetected, {false_alarms:,} false alarms, "
                     f"{now - began:.0f} s, about {left:.0f} s to go"
                 )
     return number
@@ -175,7 +184,7 @@ def arguments() -> argparse.Namespace:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    progress.say(line, sys.stderr)
 
 
 def main() -> int:
@@ -205,7 +214,7 @@ def main() -> int:
                     tally.add(run_batch(depth, args.seed, args.batch))
                 else:
                     batches[depth] = run(
-                        depth, args.seed, goals[depth], tally, say, args.jobs, pool
+                        depth, args.seed, goals[depth], tally, args.jobs, pool
                     )
             except KeyboardInterrupt:
                 stopped = True

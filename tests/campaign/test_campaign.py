@@ -30,7 +30,7 @@ def no_log_lines(monkeypatch):
 def run(depth, damaged, clean, seed=1):
     tally = Tally()
     goal = program.Goal(damaged, clean)
-    program.run(depth, seed, goal, tally, print)
+    program.run(depth, seed, goal, tally)
     assert tally.total(depth, "damaged") >= damaged
     assert tally.rows[depth, CLEAN].intact.total() >= clean
     return tally

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from rig import progress
 from rig.model import tiny_qwen3
 from rig.servers import Server, retire, serving
 
 from e2e import pairs  # noqa: E402
 
 MAX_TOKENS = 12
+
+CASES = {"nixl_pull": 9, "nixl_push": 7, "mooncake": 7}
+"""How many cases there are over each connector, for the bar."""
 
 
 @dataclass
@@ -45,17 +49,19 @@ class Row:
 class Demo:
     """Runs cases and prints a row for each as soon as it is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, cases: int) -> None:
         self.began = time.monotonic()
         self.rows: list[Row] = []
+        self.bar = progress.bar(cases, "demo", "case")
 
     def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
+        """Print what happens now, with the time since the beginning."""
+        progress.say(f"[{time.monotonic() - self.began:5.0f} s] {text}")
 
     def head(self) -> None:
-        print(
-            f"{'case':<38} {'policy':<12} {'HTTP':<5} {'loads on D':<34} {'text':<11}",
-            flush=True,
+        """Print the names of the columns."""
+        progress.say(
+            f"{'case':<38} {'policy':<12} {'HTTP':<5} {'loads on D':<34} {'text':<11}"
         )
 
     def case(
@@ -85,9 +91,12 @@ class Demo:
         text = "right" if right else "wrong" if status == 200 else "error"
         row = Row(case, policy, status, verdicts, text, holds(counts, right, status))
         self.rows.append(row)
-        print(row, flush=True)
+        progress.say(row)
+        self.bar.update()
 
     def finish(self) -> int:
+        """Print what held and what did not; return the exit status."""
+        self.bar.close()
         print()
         for row in self.rows:
             mark = "holds" if row.holds else "DOES NOT HOLD"
@@ -166,7 +175,7 @@ def main() -> int:
     chosen = parser.parse_args().connector
     connector = pairs.CONNECTORS[chosen]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    demo = Demo()
+    demo = Demo(CASES[chosen])
     demo.say("writing a tiny model with random weights")
     model = tiny_qwen3()
     p = pairs.producer("demo-p", model, connector=connector)

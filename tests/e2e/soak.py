@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rig import verdicts
+from rig import progress, verdicts
 from rig.forkserver import ForkServer
 from rig.memory import Sampler, Trend, trend
 from rig.model import CACHE, tiny_qwen3
@@ -110,18 +110,23 @@ class Soak:
 
     def _watch(self, sampler: Sampler) -> None:
         """Report until the time is over or a server is gone."""
-        end = self._began + 60 * self.settings.minutes
+        seconds = 60 * self.settings.minutes
         next_row = self._began
-        while (now := time.monotonic()) < end:
-            gone = [x.name for x in (self.p, self.d) if not x.alive()]
-            if gone:
-                self.tally.problem(f"{' and '.join(gone)} ended")
-                return
-            if now >= next_row:
-                next_row = now + self.settings.report_every_s
-                self._report(sampler)
-                self._write(sampler)
-            time.sleep(0.5)
+        with progress.bar(round(seconds), "soak", "s") as bar:
+            while (now := time.monotonic()) < self._began + seconds:
+                gone = [x.name for x in (self.p, self.d) if not x.alive()]
+                if gone:
+                    self.tally.problem(f"{' and '.join(gone)} ended")
+                    return
+                if now >= next_row:
+                    next_row = now + self.settings.report_every_s
+                    self._report(sampler)
+                    self._write(sampler)
+                requests = self.tally.asked.total()
+                problems = len(self.tally.problems)
+                told = dict(requests=requests, problems=problems)
+                progress.advance(bar, round(now - self._began), **told)
+                time.sleep(0.5)
         self._report(sampler)
 
     def _report(self, sampler: Sampler) -> None:
@@ -141,8 +146,8 @@ class Soak:
         }
         self._rows.append({**row, "rss_kib": last})
         rss = ", ".join(f"{k} {v / 1024:.0f}" for k, v in sorted(last.items()))
-        print("; ".join(f"{k} {v}" for k, v in row.items()), flush=True)
-        print(f"    RSS in MiB: {rss}", flush=True)
+        progress.say("; ".join(f"{k} {v}" for k, v in row.items()))
+        progress.say(f"    RSS in MiB: {rss}")
 
     def _judge_loads(self, before: verdicts.Loads) -> None:
         """Compare D's counters with what clients were told and what the drill did."""

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rig import progress
+
 from fuzz.targets import TARGETS, read_corpus
 
 HERE = Path(__file__).resolve().parent
@@ -66,22 +68,34 @@ def fuzz(name: str, seconds: float, seed: int) -> dict[str, Any]:
         "-reload=0",
     ]
     child = [sys.executable, str(HERE / "child.py"), name, str(folder)]
-    began, log = time.monotonic(), folder / "log"
+    log = folder / "log"
     with log.open("wb") as out:
         running = subprocess.Popen(
             [*child, *arguments, *inputs], stdout=out, stderr=out, cwd=folder
         )
         try:
-            while True:
-                try:
-                    code = running.wait(REPORT_EVERY_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    spent = time.monotonic() - began
-                    print(f"fuzz: {name}, {spent:.0f} s: {last_pulse(log)}", flush=True)
+            code = watch(running, name, seconds, log)
         finally:
             running.kill()
     return result_of(name, folder, code)
+
+
+def watch(
+    running: subprocess.Popen[bytes], name: str, seconds: float, log: Path
+) -> int:
+    """Tell how far a target is until its process ends; return the exit status."""
+    began = told = time.monotonic()
+    with progress.bar(round(seconds), f"fuzz: {name}", "s") as bar:
+        while True:
+            try:
+                return running.wait(1)
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            progress.advance(bar, round(now - began))
+            if now - told >= REPORT_EVERY_S:
+                told = now
+                spent = f"{now - began:.0f} s"
+                progress.say(f"fuzz: {name}, {spent}: {last_pulse(log)}")
 
 
 def last_pulse(log: Path) -> str:

@@ -25,7 +25,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
+
+from tqdm import tqdm
 
 from .. import instances as rig
 from .records import KINDS, Faults
@@ -66,14 +69,15 @@ def main() -> int:
     counts: Counter = Counter()
     table: dict[str, Counter] = {kind: Counter() for kind in (*KINDS, "all")}
     failures, began = [], time.monotonic()
-    for seed in range(arguments.seed, arguments.seed + arguments.n):
-        for kind, row in table.items():
-            for carrier in CARRIERS:
-                try:
-                    row.update(run(model, carrier, kind, seed, counts))
-                except Exception as error:
-                    failures.append(f"{carrier} {kind} {seed}: {error!r}"[:400])
-                    print("FAILED", failures[-1], flush=True)
+    seeds = range(arguments.seed, arguments.seed + arguments.n)
+    for seed, kind, carrier in tqdm(
+        list(product(seeds, table, CARRIERS)), desc="machinery", disable=None
+    ):
+        try:
+            table[kind].update(run(model, carrier, kind, seed, counts))
+        except Exception as error:
+            failures.append(f"{carrier} {kind} {seed}: {error!r}"[:400])
+            tqdm.write(f"FAILED {failures[-1]}")
     print_table(table)
     for name, number in sorted(counts.items()):
         print(f"{number:8d}  {name}")
