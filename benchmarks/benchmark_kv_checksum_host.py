@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What checksums cost on the host: scheduler and worker code beside the GPU's work.
+"""Measure what checksums cost on the host, in scheduler and worker, beside the GPU's work.
 
 Each step is printed in microseconds and as a multiple of one NumPy pass (an
 addition) over the request's 8-byte values. Then what `Scheduler._update_after_schedule`

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What checksums cost where KV comes from a Mooncake store: time to first token.
+"""Measure the time to first token, with checksums and without, of KV from a Mooncake store.
 
 Real servers and a real `mooncake_master` over TCP, forked from one process that
 imported vLLM. A stores prompts and ends; a fresh B loads them; C, which has no

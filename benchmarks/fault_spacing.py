@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Counts how often evenly spaced damage escapes, for four checks side by side.
+"""Count how often evenly spaced damage escapes, for four checks side by side.
 
 Weights of evenly spaced places are evenly spaced, too, so changes of equal size and
 fitting signs cancel in a weighted sum, and only the checksum's last fold tells them

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What summing KV blocks costs, beside a plain copy and a plain read of the same bytes.
+"""Measure the summing of KV blocks, beside a plain copy and a plain read of the same bytes.
 
 On a GPU the Triton kernel and the PyTorch path are measured, on the CPU the numba
 path and the PyTorch path; their sums must agree. Needs torch, and Triton or numba;

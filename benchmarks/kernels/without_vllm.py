@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Lets the kernel and its reference run from a checkout where vLLM is not installed."""
+"""Let the kernel and its reference run from a checkout where vLLM is not installed."""
 
 import importlib.util
 import sys

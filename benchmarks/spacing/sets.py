@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draws evenly spaced damage and counts the sets that each check misses."""
+"""Draw evenly spaced damage, and count the sets that each check misses."""
 
 from __future__ import annotations
 

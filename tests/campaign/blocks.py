@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Depth *blocks*: many damaged blocks per verdict, by real workers, no scheduler.
+"""Run depth *blocks*: many damaged blocks per verdict, real workers, no scheduler.
 
 What a verdict tells apart is a chunk: a block of D, or as many as what is compared as
 one takes; each chunk of a load gets damage of its own. Whether it changed anything that

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The campaign's instances are held to what those of the unit tests are."""
+"""Hold the campaign's instances to the rules of the unit tests' instances."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Damage at drawn places of one block on one worker, and the kinds of a campaign.
+"""Damage drawn places of one block on one worker, in each way of a campaign.
 
 The kinds of the fault drill (`fault_damage.KINDS`) hit fixed places; these do not.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Drawn pairs of instances of depth *loads*, and D's caches.
+"""Draw the pairs of instances of depth *loads*, and read D's caches.
 
 How caches lie in memory is what the instances themselves write them by: ``[block,
 head, slot, K and V]`` for tokens, a page of bytes for states.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Depth *loads*: whole requests through the real schedulers of P and D.
+"""Run depth *loads*: whole requests through the real schedulers of P and D.
 
 Instances as the unit tests have them (`kv_checksum.rig.instances`): real schedulers,
 connectors' scheduler sides, checksum workers, payloads and verdicts; the forward and

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Drawn model layouts: KV cache groups, how an instance splits and stores them."""
+"""Draw model layouts: KV cache groups, and how an instance splits and stores them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draws models, requests and damage from a seed and prints the table of outcomes.
+"""Draw models, requests and damage from a seed, and print the table of outcomes.
 
 Depth *blocks*: real checksum workers of P and D and the real code for verdicts, no
 scheduler, many damaged blocks per load; the same bytes go through Adler-32 and

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""P or D without a scheduler: real checksum workers and the real code for verdicts."""
+"""Run P or D without a scheduler: real workers, and the real code for verdicts."""
 
 from __future__ import annotations
 

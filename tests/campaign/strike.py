@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Damaging loaded blocks: which kinds there are, and what of a load they changed."""
+"""Damage loaded blocks of a load, and tell what of it the damage changed."""
 
 from __future__ import annotations
 

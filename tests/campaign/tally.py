@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The outcome table: damage kind by verdict, expected and seen."""
+"""Keep the table of outcomes: expected and seen verdicts by kind of damage."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The fault campaign: a part of it runs here, and it can fail."""
+"""Run a part of the fault campaign, and show that the campaign can fail."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The documents for operators: every command is run, every name exists, the rules load and fire.
+"""Test the operators' documents: every command is run, every name exists, the alert rules load and fire.
 
 Blocks that need servers are run by ``tests/e2e/test_drill_of_the_docs.py``; Mooncake's
 settings are those of the rig's servers; of the blocks that need a GPU, vLLM parses the configuration here and nothing is started.

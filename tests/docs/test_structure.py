@@ -1,4 +1,4 @@
-"""The documents' structure: every link leads somewhere, every map and figure is the code's."""
+"""Test the documents' structure: every link leads somewhere, every map and figure is the code's."""
 
 import json
 import re

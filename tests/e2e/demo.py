@@ -1,4 +1,4 @@
-"""The demo: verified loads, injected faults, and a corruption that nobody injected.
+"""Show verified loads, injected faults, and a corruption that nobody injected.
 
 Real ``vllm serve`` processes, real NIXL over UCX on loopback. Exit status 0 only if
 every claim held.

@@ -1,4 +1,4 @@
-"""A mixed load for a P and a D: what is asked is drawn from a seed, every answer is judged."""
+"""Put a mixed load on a P and a D: requests are drawn from a seed, and every answer is judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of the end-to-end tests and the demo, prompts, and what is read of them."""
+"""Make the servers and prompts of the end-to-end tests and the demo, and read what the servers tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Soak: a mixed load over NIXL pull for a long time, with a share of its transfers damaged.
+"""Run a mixed load over NIXL pull for a long time, with a share of its transfers damaged.
 
 Real ``vllm serve`` processes P and D, real NIXL over UCX on loopback. D fails loads that
 it cannot verify (fail-closed, policy "fail"), so that every verdict reaches a client. At

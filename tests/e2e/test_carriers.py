@@ -1,4 +1,4 @@
-"""Each carrier over its real library: clean, corrupt, lost payloads, every damage, many at once.
+"""Test each carrier over its real library: clean, corrupt, lost payloads, every damage, many at once.
 
 The servers are forked from one process that imported vLLM (rig only).
 """

@@ -1,4 +1,4 @@
-"""The drill of docs/features/kv_checksum.md as it stands there: its servers, commands and expected output.
+"""Follow the drill of docs/features/kv_checksum.md as it is written: servers, commands and expected output.
 
 Where there is a Prometheus, it scrapes D and the alerts of the document fire. Rig only: the servers are
 forked, and the connector is told that KV lies in host memory.

@@ -1,4 +1,4 @@
-"""Hybrids of states and attention whose two sides split them over unequally many TP ranks.
+"""Test hybrids of states and attention between sides of unequal TP sizes.
 
 Each pair of servers takes both sides in turn: what is prefilled on two ranks is decoded on
 one, and the reverse. Over NIXL, by pull and by push.

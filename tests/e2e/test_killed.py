@@ -1,4 +1,4 @@
-"""Processes killed while loads are in flight: errors in time, nothing verified that was not, nothing that stays.
+"""Kill processes while loads are in flight: clients get errors in time, nothing is verified wrongly, nothing stays.
 
 The servers are forked from one process that imported vLLM (rig only). Loads are held in
 flight by stopping P, which must answer D's reads.

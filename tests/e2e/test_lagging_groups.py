@@ -1,4 +1,4 @@
-"""A hybrid of states, a window and full attention whose groups lag behind each other on D.
+"""Test a hybrid of states, a window and full attention whose groups lag behind each other on D.
 
 D holds the whole prefix of a second prompt in full attention, and nothing of it in the
 window's group or as a state. NIXL loads what each group lacks: of the window's group it

@@ -1,4 +1,4 @@
-"""Model families beyond plain attention, between real servers over NIXL pull.
+"""Test model families beyond plain attention, between real servers over NIXL pull.
 
 Each is loaded clean under fail-closed, then with damage in its attention KV and, for
 hybrids, in its state. Hybrids at unequal TP: test_hybrids_at_unequal_tp.

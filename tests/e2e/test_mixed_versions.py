@@ -1,4 +1,4 @@
-"""Rolling out: every pair of {stock vLLM, patched off, patched on} keeps transferring, and only on/on verifies.
+"""Test a rollout: every pair of {stock vLLM, patched off, patched on} keeps transferring, and only on/on verifies.
 
 Stock is the same vLLM with the series reverted (`rig.stock`).
 """

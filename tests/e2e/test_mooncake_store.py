@@ -1,4 +1,4 @@
-"""Real servers that store in, and load from, a real Mooncake store over TCP.
+"""Test real servers that store KV in a real Mooncake store over TCP, and load it from there.
 
 The servers are forked from one process that imported vLLM (rig only). Values are
 damaged by a real client of the store.

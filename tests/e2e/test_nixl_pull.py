@@ -1,4 +1,4 @@
-"""NIXL pull: prompts of every length, aborts, unequal TP, and what vLLM itself corrupts.
+"""Test NIXL pull: prompts of every length, aborts, unequal TP sizes, and what vLLM itself corrupts.
 
 The servers are forked from one process that imported vLLM (rig only).
 """

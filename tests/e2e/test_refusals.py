@@ -1,4 +1,4 @@
-"""What fail-closed refuses ends the process: `vllm serve` is back in the shell in seconds, and says why.
+"""Test that a refusal by fail-closed ends the process: `vllm serve` returns in seconds, and says why.
 
 All at the same time. What the configuration tells is refused by plain `vllm serve`,
 nothing of it forked; what the KV cache groups tell, by servers forked from one process

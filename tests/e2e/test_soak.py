@@ -1,4 +1,4 @@
-"""The soak, for half a minute and with many more damaged transfers.
+"""Run the soak for half a minute, with many more damaged transfers.
 
 The servers are forked from one process that imported vLLM (rig only).
 """

@@ -1,4 +1,4 @@
-"""Loads that nobody can check are counted as such, beside the ones that are verified.
+"""Test that loads which nobody can check are counted as such, beside the verified ones.
 
 The servers are forked from one process that imported vLLM (rig only). Blocks are
 offloaded by copies on the CPU, the connectors outside vLLM's tree are the rig's own.

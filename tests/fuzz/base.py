@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fuzz target is, and the bounds that hold for every input."""
+"""Define fuzz targets, and the bounds that hold for every input."""
 
 import logging
 import time

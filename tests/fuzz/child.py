@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzz one target in this process, under atheris; started by `run`.
+"""Fuzz one target in this process, under atheris; `run` starts it.
 
 ``child.py TARGET FOLDER [libFuzzer's arguments]``. What breaks the oracle is kept in
 ``FOLDER/crashes``, one input per place in the code, and fuzzing goes on. What libFuzzer

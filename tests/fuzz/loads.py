@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that a payload is tried on, and a load's verdict as it must be.
+"""Try payloads on loads, and tell the verdict that each must have.
 
 A real `KVChecksumScheduler` takes the load from its start to its verdict. What is fake:
 the workers' records (made here of known sums), the KV cache manager (fixed block ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake: a producer's response, and requests to remove blocks from the store.
+"""Fuzz Mooncake: a producer's response, and requests to remove blocks from the store.
 
 Both go through vLLM's own functions with the feature's lines in them. What is fake:
 sockets, and the store (it records what it is asked to remove).

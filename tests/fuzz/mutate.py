@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a message that keep its form: one node of its tree becomes another.
+"""Change a message and keep its form: one node of its tree becomes another.
 
 Bytes changed at random rarely get past a decoder; these do.
 """

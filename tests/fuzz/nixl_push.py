@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL push: completion notifs at the consumer, registrations at the producer.
+"""Fuzz NIXL push: completion notifs at the consumer, registrations at the producer.
 
 Both go through vLLM's own functions with the feature's lines in them. What is fake: the
 NIXL agent, the handshake and the topology.

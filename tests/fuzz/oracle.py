@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be said of a load: payloads read untyped, and added up token by token."""
+"""Tell which verdicts a load may have, from payloads that are read untyped and added up token by token."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads: as bytes that a connector brought, and under a request's parameters."""
+"""Fuzz payloads: as bytes that a connector brought, and under a request's parameters."""
 
 import base64
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corpus and every input that once broke something, with the fuzzer's oracle."""
+"""Replay the corpus, and every input that once broke something, under the fuzzer's oracle."""
 
 import gc
 from collections import Counter

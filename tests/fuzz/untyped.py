@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading msgpack with nothing lost: maps as pairs, text as it lies."""
+"""Read msgpack with nothing lost: maps as pairs, text as it lies."""
 
 from typing import Any, NamedTuple
 

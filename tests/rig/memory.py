@@ -1,4 +1,4 @@
-"""Resident memory of servers over time, and how fast it grows."""
+"""Sample the resident memory of servers over time, and tell how fast it grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real ``mooncake_master`` over TCP, instances that store in it, and a client that looks into it."""
+"""Run a real ``mooncake_master`` over TCP, instances that store in it, and a client that looks into it."""
 
 from __future__ import annotations
 

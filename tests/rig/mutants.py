@@ -1,4 +1,4 @@
-"""``make mutants``: one-line breaks of the feature, each with the tests that ought to see it.
+"""Break the feature one line at a time, and run the tests that ought to see it (``make mutants``).
 
 The breaks are data (``tests/v1/kv_connector/unit/kv_checksum/data/mutants.toml``), chosen for what they mean in service, and
 located by module, function and text. A break is made in memory, as the module is imported

@@ -1,4 +1,4 @@
-"""Finding and ending everything that a server started, whatever process group it moved to."""
+"""Find and end everything that a server started, whatever process group it moved to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, beside the lines that a program prints anyway.
+"""Show how far long work is: a bar on a terminal, beside the lines that a program prints anyway.
 
 Where standard error is no terminal there is no bar, and the lines alone tell.
 """

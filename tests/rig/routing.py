@@ -1,4 +1,4 @@
-"""What a router does between P and D, per connector: who is asked when, and with which parameters."""
+"""Do a router's part between P and D, per connector: whom it asks when, and with which parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ``vllm serve`` processes, started in parallel, asked over HTTP, and ended with nothing left behind."""
+"""Start real ``vllm serve`` processes in parallel, ask them over HTTP, and end them with nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold for the KV loads of every server that checks them, whatever a test is about.
+"""Check what must hold for the KV loads of every server that checks them, whatever a test is about.
 
 Every load that started ended in one way (it was judged, failed or aborted), and what was summed of it is what its
 connector was told to load. ``rig.servers.serving`` asks for both before it stops its servers.

@@ -1,4 +1,4 @@
-"""Applying: bit-identical back, never half, never over somebody's change."""
+"""Test applying: it reverts bit-identical, is never left half done, and never overwrites somebody's change."""
 
 import hashlib
 import os

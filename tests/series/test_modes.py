@@ -1,4 +1,4 @@
-"""Modes and owners: what is put in is as readable as vLLM's own files, whatever the umask."""
+"""Test modes and owners: new files are as readable as vLLM's own, whatever the umask."""
 
 import importlib.util
 import os

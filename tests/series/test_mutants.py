@@ -1,4 +1,4 @@
-"""The mutants' data fit the code, and their runner tells what was seen from what was not."""
+"""Test that the mutants' data fit the code, and that their runner tells what was seen from what was not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The series as patches: git takes them, each stands by itself, together they are `apply`."""
+"""Test the series as patches: git takes them, each stands by itself, together they are `apply`."""
 
 import ast
 import os

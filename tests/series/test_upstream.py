@@ -1,4 +1,4 @@
-"""vLLM's own tests that once failed on the patched tree alone; all that touch the series: ``make test-upstream``."""
+"""Run those of vLLM's tests that once failed on the patched tree alone; ``make test-upstream`` runs many more."""
 
 import json
 

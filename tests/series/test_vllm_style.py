@@ -1,4 +1,4 @@
-"""The applied tree passes vLLM's own checks: what stock has, and nothing more.
+"""Test that the applied tree passes vLLM's own checks, with no finding that stock does not have.
 
 The rules are those of this project's `pyproject.toml`, which are vLLM's.
 """

@@ -1,4 +1,4 @@
-"""Patched wheels: what they hold, that pip takes them, and what is refused."""
+"""Test patched wheels: what they hold, that pip takes them, and what is refused."""
 
 import base64
 import csv

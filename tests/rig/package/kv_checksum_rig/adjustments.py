@@ -1,4 +1,4 @@
-"""The rig's changes to vLLM and NIXL, each with its reason.
+"""Change vLLM and NIXL for the rig, each change with its reason.
 
 vLLM calls ``apply`` in every process (its plugin group ``vllm.general_plugins``). Each adjustment waits for
 the module it changes to be imported, so that nothing is loaded earlier than vLLM itself loads it.

@@ -1,4 +1,4 @@
-"""NIXL connectors that lose or damage the first block of a KV cache group, after the transfer and before anybody looks at it.
+"""Lose or damage the first block of a KV cache group in NIXL connectors, between the transfer and the first look at it.
 
 Which block that is, they take from what NIXL was told to transfer, not from what is summed. For
 ``kv_connector_extra_config``: ``{"lost_block": {"group": 2, "prefix": "lost-"}}`` names the group and what the client's

@@ -1,4 +1,4 @@
-"""Connectors outside vLLM's tree that load in the very step that uses what they load.
+"""Load KV in the very step that uses it, by connectors outside vLLM's tree.
 
 ``HostStore`` keeps the blocks of prompts in the memory of its process, by block hash. ``HostStoreWithCarrier`` says
 besides that its loads bring KV checksums, so that nothing is known of its synchronous loads before one is offered.

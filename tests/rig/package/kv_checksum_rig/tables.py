@@ -1,4 +1,4 @@
-"""Tells how much a running server holds for checksums, so that a test can see that nothing grows.
+"""Tell how much a running server holds for checksums, so that a test can see that nothing grows.
 
 With ``KV_CHECKSUM_RIG_TABLES=FOLDER`` in the environment, a thread of every process answers each file
 ``FOLDER/ask-N`` with ``FOLDER/N-PID.json``: the length of every container of the feature's long-lived objects and of

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What holds for every test, and lines that vLLM logs."""
+"""Check what holds for every test, and collect the lines that vLLM logs."""
 
 import logging
 import sys

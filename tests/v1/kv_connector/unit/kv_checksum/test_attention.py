@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention caches that are not plain rows of sharded heads."""
+"""Test attention caches that are not plain rows of sharded heads."""
 
 import logging
 import sys

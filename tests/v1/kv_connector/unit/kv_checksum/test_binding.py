@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A payload is that of one prompt: other prompts, other inputs, embeddings."""
+"""Test that a payload counts for one prompt, its inputs and its embeddings alone."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which blocks of a request are summed: windows, nulls, running states.
+"""Test which blocks of a request are summed: windows, nulls, running states.
 
 Where a connector clips blocks, NIXL's own scheduler-side method says which remain.
 """

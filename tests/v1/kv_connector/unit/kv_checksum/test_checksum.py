@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The definition: known answers, what it sees, and what failing lanes do."""
+"""Test the definition: known answers, what it sees, and what failing lanes do."""
 
 import hashlib
 import json

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The kernel's machine code for GPUs that are not here."""
+"""Test the kernel's machine code for GPUs that are not here."""
 
 import json
 import os

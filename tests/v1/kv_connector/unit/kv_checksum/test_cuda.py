@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""On a CUDA GPU: the kernel's values, and sums that reach the host in order.
+"""Test, on a CUDA GPU, the kernel's values and that sums reach the host in order.
 
 The kernel's tests need torch and Triton alone; the worker's need vLLM.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every load that starts ends as exactly one thing, whoever brings it and however.
+"""Test that every load that starts has exactly one end, whoever brings it and however.
 
 The fixture in `conftest` adds the counters up after each test; these tests bring about
 each kind of end, and hold what is counted against what the client and the connector

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The drill: each damage changes exactly what it says, and nothing starts unasked."""
+"""Test the drill: damage changes exactly what it says, and nothing starts unasked."""
 
 import random
 from collections import Counter

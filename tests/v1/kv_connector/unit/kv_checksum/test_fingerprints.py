@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Fingerprints: which layers a group's sums are of, and how their bytes are read."""
+"""Test fingerprints: which layers a group's sums cover, and how bytes are read."""
 
 import hashlib
 from dataclasses import replace

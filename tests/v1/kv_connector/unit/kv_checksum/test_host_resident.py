@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""HiSparse: caches in host memory beside an indexer, as vLLM plans and allocates them.
+"""Test HiSparse: caches in host memory beside an indexer, as vLLM plans and allocates.
 
 What is fake: the host pool is ordinary memory, and the workers' executor.
 """

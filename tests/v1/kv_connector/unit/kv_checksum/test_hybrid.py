@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Real schedulers of P and D with a group of states beside attention, or alone."""
+"""Test real schedulers of P and D with a group of states beside attention, or alone."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whatever sums layers gives the definition's bits: PyTorch, numba, Triton.
+"""Test that every backend gives the definition's bits: PyTorch, numba, Triton.
 
 Without a GPU the Triton kernel runs in Triton's interpreter.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is summed is what the connector loads, group by group, however groups lag.
+"""Test that each group sums what its connector loads, however far groups lag.
 
 `Instance.schedule` holds it against the connector's own metadata in every step; these
 tests bring about the loads in which groups differ, and damage what the metadata names.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Mooncake P2P: what a response carries, and the order in which a consumer takes it."""
+"""Test what Mooncake P2P's responses carry, and the order in which it is taken."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Failed loads from a real Mooncake store: what is removed, and what stays.
+"""Test failed loads from a real Mooncake store: what is removed, and what stays.
 
 Real: the master, two clients of it in processes of their own, vLLM's loading thread
 with the feature's line in it. What is fake: the cache that is loaded into.

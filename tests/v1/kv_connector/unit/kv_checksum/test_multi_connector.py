@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""MultiConnector: a store beside a P/D connector, each load by its own route."""
+"""Test MultiConnector: a store beside a P/D connector, each load by its own route."""
 
 import logging
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NIXL push: the two forms of a completion notif, and what a worker holds for them."""
+"""Test NIXL push: both forms of a completion notif, and what workers hold for them."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NIXL push: a completion notif that comes damaged never costs another load anything.
+"""Test that a damaged completion notif of NIXL push never costs another load anything.
 
 What must come out is vLLM's own plain form of the notif, written out here, or nothing.
 """

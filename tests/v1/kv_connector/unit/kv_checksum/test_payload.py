@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Payloads: round trips, and that nothing but ValueError comes of bad ones."""
+"""Test payloads: round trips, and that bad ones raise nothing but ValueError."""
 
 import base64
 import struct

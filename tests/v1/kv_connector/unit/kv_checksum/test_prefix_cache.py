@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Bad KV that is served all the same (fail-open) reaches no later request.
+"""Test that bad KV which is served all the same (fail-open) reaches no later request.
 
 Whether a later request's KV is right is told from what a local prefill writes, not from
 a verdict.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Caches as vLLM makes them: real layers' specs, real planning, real allocation.
+"""Test caches as vLLM makes them: real layers' specs, real planning, real allocation.
 
 Tiny models are built on the meta device; their layers tell their specs, and vLLM
 groups, places and allocates the caches. The sums are compared with the definition

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""States of vLLM's own layers: P and D of other TP sizes, kernels, drafts and dtypes.
+"""Test states of vLLM's own layers: other TP sizes, kernels, drafts and dtypes.
 
 Layers are built, planned and allocated as in `rig.real_caches`. Which rows of a state a
 rank holds, vLLM's weight loaders tell: every weight of a checkpoint that numbers its

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances that store in and load from a real Mooncake store or host memory.
+"""Test instances that store in and load from a real Mooncake store or host memory.
 
 Real: schedulers, both sides of vLLM's connectors with their threads and lookup channel,
 `ActiveKVConnector`, the store. What is fake: the forward, and the events of a device.

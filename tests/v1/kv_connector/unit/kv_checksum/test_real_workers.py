@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every P/D path with the connectors' own workers over real NIXL and Mooncake.
+"""Test every P/D path with the connectors' own workers over real NIXL and Mooncake.
 
 Real schedulers, connectors and libraries, P and D in one process; only the forward is
 faked (`kv_checksum_real_workers`).

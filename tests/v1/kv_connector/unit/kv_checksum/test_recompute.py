@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a real consumer's scheduler computes again after a load was found bad."""
+"""Test what a real consumer's scheduler computes again after a load was found bad."""
 
 import pytest
 import torch

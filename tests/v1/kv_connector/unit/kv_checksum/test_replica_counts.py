@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How many TP ranks hold the same heads, as vLLM counts, and if specs do not tell."""
+"""Test how many TP ranks hold the same heads, as vLLM counts them."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Copies of the same KV on several TP ranks of P that are not equal bit for bit."""
+"""Test copies of the same KV on several TP ranks of P that are not bit-identical."""
 
 import pytest
 import torch

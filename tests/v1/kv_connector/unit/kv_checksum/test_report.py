@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is said: bounded lines, attribution, storms, and what a failing client reads."""
+"""Test log lines: bounded, attributed, in storms; and what a failing client reads."""
 
 import logging
 from types import SimpleNamespace

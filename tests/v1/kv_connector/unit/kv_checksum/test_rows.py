@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Requests and groups without blocks are no rows, beside those that have some."""
+"""Test that requests and groups without blocks make no rows beside the others."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Real schedulers of P and D with real checksum workers, over every P/D path.
+"""Test real schedulers of P and D with real checksum workers, over every P/D path.
 
 What moves between them is faked (see `transports`).
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Real schedulers in rarer cases: rolled-back steps, failures, what cannot work."""
+"""Test real schedulers in rarer cases: rolled-back steps, failures, refusals."""
 
 from types import SimpleNamespace
 

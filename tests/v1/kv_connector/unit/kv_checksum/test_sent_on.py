@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Requests that are to be loaded and sent on: an ordinary load, offered once."""
+"""Test requests that are to be loaded and sent on: an ordinary load, offered once."""
 
 import pytest
 import torch

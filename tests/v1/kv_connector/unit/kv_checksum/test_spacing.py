@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The run of evenly spaced damage: its four checks are right, and it can fail."""
+"""Test the run of evenly spaced damage: its four checks are right, and it can fail."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The design document has a row for every spec class and backend, and it is true."""
+"""Test that the design document has a true row for every spec class and backend."""
 
 import ast
 import inspect

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sums of another step, of another request of the same id, or of part of a request."""
+"""Test sums of another step, of another request of the same id, or of part of one."""
 
 import pickle
 import random

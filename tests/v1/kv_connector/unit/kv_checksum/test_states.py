@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""States of Mamba-like layers: one value for any TP size and conv layout."""
+"""Test states of Mamba-like layers: one value for any TP size and conv layout."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Checksums stored with offloaded KV: entries, loads, verdicts, and what follows."""
+"""Test checksums stored with offloaded KV: entries, loads, verdicts, consequences."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether checksums are on is one condition, from the configuration, for all parts."""
+"""Test that one condition, from the configuration, switches all parts on or off."""
 
 import logging
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Comparing one group: positions, replicas, block sizes."""
+"""Test the comparison of one group: positions, replicas, block sizes."""
 
 import tracemalloc
 

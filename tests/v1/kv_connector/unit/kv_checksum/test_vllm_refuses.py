@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Splits that vLLM's NIXL connectors refuse: no load of them ever asks for a verdict.
+"""Test splits that vLLM's NIXL connectors refuse: no load of them asks for a verdict.
 
 Where one of these fails, vLLM transfers what it did not, and the pair belongs to those
 of `test_kv_checksum_scheduler` and to the servers' tests.

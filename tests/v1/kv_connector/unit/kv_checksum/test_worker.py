@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Workers: every layout and split gives the definition's value, and lifecycles."""
+"""Test workers: every layout and split gives the definition's value; lifecycles."""
 
 import pickle
 from dataclasses import replace

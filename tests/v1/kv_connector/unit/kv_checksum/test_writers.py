@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every layout that is covered has been seen written by vLLM's own writer.
+"""Test that every covered layout has been seen written by vLLM's own writer.
 
 One token is written; the bytes that it left are exactly those that the worker's sum
 depends on for that token, in a full and in a partial block.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Caches, groups and sums for worker and scheduler tests."""
+"""Make caches, groups and sums for tests of workers and schedulers."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Random KV cells, the layouts a cache may keep them in, and their defined sums.
+"""Make random KV cells, the layouts a cache may keep them in, and their defined sums.
 
 Needs numpy and torch alone.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Compiles the kernel for GPUs that are not here and reports on the machine code.
+"""Compile the kernel for GPUs that are not here, and report on the machine code.
 
 Run as a program, without Triton's interpreter: prints JSON. Triton compiles for
 any target without a device, and its wheel brings NVIDIA's disassembler.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances with a group of states beside attention, or of states alone."""
+"""Make instances with a group of states beside attention, or of states alone."""
 
 import zlib
 

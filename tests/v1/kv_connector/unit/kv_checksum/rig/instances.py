@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""P and D in one process: real schedulers, real scheduler sides of the connectors,
-real checksum workers and aggregator. What is fake: the forward (it writes KV made from
-token ids and positions), because there is no accelerator, and, unless an instance gets
-real connector workers, the transfer (see `transports`).
+"""Run P and D in one process.
+
+Schedulers, scheduler sides of the connectors, checksum workers and aggregator are real.
+The forward is fake, because there is no accelerator: it writes KV made from token ids
+and positions. So is the transfer (see `transports`), unless an instance gets real
+connector workers.
 """
 
 import json

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Caches as vLLM makes them: real layers' specs, real planning, real allocation.
+"""Make caches as vLLM does: real layers' specs, real planning, real allocation.
 
 Tiny models are built, and vLLM groups, places and allocates the caches of their layers.
 What is fake: at TP 2 the TP group's size and rank are set by hand, as one process holds

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Connectors' own workers, over the real NIXL (UCX) and Mooncake (TCP), in one process.
+"""Run connectors' own workers over real NIXL (UCX) and Mooncake (TCP), in one process.
 
 One rank per instance, the first. What is real: schedulers, connectors of both roles,
 the hooks in `ActiveKVConnector`, the libraries. What is fake: the forward.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The checksum's definition in plain NumPy, sharing no code with the feature."""
+"""Define the checksum in plain NumPy, sharing no code with the feature."""
 
 import numpy as np
 import torch

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Unsharded states of Mamba-like layers and what each TP rank's pages hold of them.
+"""Make unsharded states of Mamba-like layers, and each TP rank's pages of them.
 
 Shapes and splits come from vLLM's own calculator; where a rank's rows lie is built
 here from unsharded states, independently of the feature.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances that share a store of KV blocks, in one process.
+"""Let instances in one process share a store of KV blocks.
 
 Real schedulers and real checksum workers. What is fake: the store and its connector
 (a dictionary by block hash; the tests of real servers use a real one) and the

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's own writers of attention caches, run without a GPU, one token at a time.
+"""Run vLLM's own writers of attention caches without a GPU, one token at a time.
 
 Caches are vLLM's allocation (`create_kv_cache_views`). Triton writers run in the
 interpreter, torch and C++ ones on the CPU. Where a backend calls an operator that is

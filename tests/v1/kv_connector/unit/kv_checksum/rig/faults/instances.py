@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances whose machinery misbehaves, as `Faults` draws it.
+"""Let the machinery of instances misbehave, as `Faults` draws it.
 
 Schedulers, connectors' scheduler sides, checksum workers and the aggregator are real.
 A forward writes other bytes each time it computes the same tokens, as GPUs may, so

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""P and D, and instances that share a store, while the machinery misbehaves.
+"""Run P and D, and instances that share a store, while the machinery misbehaves.
 
 A run is drawn from its seed: parallelism, async scheduling, what a failed load leads
 to, requests, faults. It raises AssertionError unless

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Faults of the machinery, drawn from a seed, and what they do to workers' records."""
+"""Draw faults of the machinery from a seed, and apply them to workers' records."""
 
 import pickle
 import random

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""P and D, and instances that share a store, from a run's first request to its end."""
+"""Run P and D, or instances that share a store, from the first request to the end."""
 
 import gc
 import types

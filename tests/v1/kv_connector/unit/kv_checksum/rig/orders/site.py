@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""An instance whose connector is made up, for walks over orders of events.
+"""Make an instance whose connector is made up, for walks over orders of events.
 
 Scheduler, KV cache manager and the checksum code in the scheduler are real. KV is one
 number per block and worker.

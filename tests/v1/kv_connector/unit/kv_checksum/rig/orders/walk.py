@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One vLLM scheduler with checksums, and everything that may happen to its loads.
+"""Walk one vLLM scheduler with checksums through everything that loads may meet.
 
 The scheduler, its KV cache manager, requests, the aggregator of workers' outputs and
 the checksum code in the scheduler are real, so every order of events is one that

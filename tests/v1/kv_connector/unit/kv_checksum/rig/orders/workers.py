@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What workers load and report, and what is known of a load apart from checksums."""
+"""Load and report as workers do, and know of each load what checksums do not tell."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's own reading of responses by a Mooncake worker, without an engine."""
+"""Read responses with vLLM's own Mooncake worker, without an engine."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's own reading of notifs by a NIXL push worker, without an agent."""
+"""Read notifs with vLLM's own NIXL push worker, without an agent."""
 
 import queue
 from collections import Counter

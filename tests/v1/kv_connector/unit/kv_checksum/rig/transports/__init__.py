@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What moves KV and payloads between instances that share a process.
+"""Move KV and payloads between instances that share a process.
 
 `FAKES` stand in for the workers of a connector: they copy KV token by token, by the
 block ids that the real scheduler side chose, for any TP, PP and block size. Payloads

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Mooncake P2P: payloads travel in the responses to D's pulls."""
+"""Stand in for Mooncake P2P: payloads travel in the responses to D's pulls."""
 
 import msgspec
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NIXL pull: payloads travel in the ``kv_transfer_params`` of P's answer."""
+"""Stand in for NIXL pull: payloads travel in P's answer, in ``kv_transfer_params``."""
 
 import base64
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NIXL push: payloads travel in the notifs that complete P's WRITEs."""
+"""Stand in for NIXL push: payloads travel in the notifs that complete P's WRITEs."""
 
 import msgspec
 
