@@ -58,7 +58,7 @@ def worker_of(layers: int, num_blocks: int, device: str) -> KVChecksumWorker:
 def median_us(
     act: Callable[[], None], device: str, repeats: int, whole: bool = True
 ) -> float:
-    """Median time of `act`, until the device is done if `whole`."""
+    """Return the median time of `act`, until the device is done if `whole`."""
     times = []
     for _ in range(repeats):
         if device != "cpu":

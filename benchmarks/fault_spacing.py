@@ -57,14 +57,14 @@ class Cell:
 
     @property
     def names(self) -> dict[str, str]:
-        """What the cell is called in tables and in JSON."""
+        """Return the cell's names in tables and in JSON."""
         damage = DAMAGE[self.damage]
         kv, dtype = self.kv.name, self.kv.dtype
         return {"place": self.place.name, "damage": damage, "kv": kv, "dtype": dtype}
 
     @property
     def name(self) -> str:
-        """All of its names in one line."""
+        """Return all of its names in one line."""
         return ", ".join(self.names.values())
 
 

@@ -52,7 +52,7 @@ class Places:
 
     @property
     def ranges(self) -> np.ndarray:
-        """The least and the largest number of layers, heads and pieces."""
+        """Return the least and the largest number of layers, heads and pieces."""
         return np.array([self.layers, self.heads, self.pieces], np.int64)
 
 
@@ -82,7 +82,7 @@ class KV:
 
     @property
     def few(self) -> bool:
-        """Whether it is not the control."""
+        """Return whether this is not the control."""
         return self.name != NORMAL
 
 

@@ -10,6 +10,6 @@ from kv_checksum.rig import instances
 
 @pytest.fixture(autouse=True)
 def every_load_has_one_verdict() -> Iterator[None]:
-    """Holds for every instance of every test, whatever the test is about."""
+    """Check every instance of every test, whatever the test is about."""
     with instances.every_load_has_one_verdict():
         yield

@@ -49,18 +49,18 @@ class Goal:
 
 
 def quiet() -> None:
-    """No log lines: every damaged load would be one."""
+    """Silence the log, in which every damaged load would be a line."""
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
 
 
 def start_worker() -> None:
-    """In a process of the pool: the main one decides when to stop."""
+    """Prepare a process of the pool; the main one decides when to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     quiet()
 
 
 def run_batch(depth: str, seed: int, number: int) -> Tally:
-    """One batch; the same for the same arguments, whatever ran before it."""
+    """Run one batch; it is the same for the same arguments, whatever ran before."""
     if depth == "blocks":
         from campaign import blocks
 
@@ -75,7 +75,7 @@ def run_batch(depth: str, seed: int, number: int) -> Tally:
 
 
 def tallies(depth: str, seed: int, jobs: int, pool: Executor | None) -> Iterator[Tally]:
-    """Tallies of batches 0, 1, ... in this order; in this process without a pool."""
+    """Yield tallies of batches 0, 1, ... in order; without a pool, run them here."""
     ahead: deque[Future[Tally]] = deque()
     try:
         for number in range(10**9):
@@ -128,7 +128,7 @@ def run(
 
 
 def report(tally: Tally, depth: str, seconds: float) -> list[str]:
-    """The table of one depth and what it comes to."""
+    """Return the table of one depth and what it comes to."""
     from campaign.blocks import OTHERS
 
     others = OTHERS if depth == "blocks" else ()

@@ -22,7 +22,7 @@ CHECKS = {
 
 @pytest.fixture(autouse=True)
 def no_log_lines(monkeypatch):
-    """For these tests alone: others read the log."""
+    """Silence the log for these tests alone: others read it."""
     monkeypatch.setattr(program.logging.getLogger("vllm"), "disabled", True)
     monkeypatch.setattr(program, "quiet", lambda: None)
 

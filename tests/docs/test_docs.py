@@ -48,7 +48,7 @@ def test_every_block_says_how_it_is_tested():
 
 @pytest.fixture
 def scratch_venv(tmp_path):
-    """An environment with an unpatched vLLM: links to this one's files."""
+    """Return an environment with an unpatched vLLM: links to this one's files."""
     subprocess.run(
         [
             sys.executable,
@@ -75,7 +75,7 @@ def scratch_venv(tmp_path):
 
 
 def checkout(target: Path) -> Path:
-    """What ``pip install .`` reads of this repository."""
+    """Return what ``pip install .`` reads of this repository."""
     root = FEATURES.parent.parent
     for name in ("vllm", "vllm_kv_checksum"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -107,7 +107,7 @@ def test_installing_as_the_document_says(scratch_venv, tmp_path):
 
 
 def configurations():
-    """Every ``--kv-transfer-config`` of the blocks that need a GPU."""
+    """Return every ``--kv-transfer-config`` of the blocks that need a GPU."""
     words = shlex.split(documents.script("gpu"))
     return [
         json.loads(after)
@@ -133,7 +133,7 @@ def test_the_rig_s_servers_have_the_settings_of_mooncake_that_the_document_names
 
 
 def names_in_code() -> set[str]:
-    """The samples on ``/metrics`` that `KVChecksumProm` makes."""
+    """Return the samples on ``/metrics`` that `KVChecksumProm` makes."""
     names = set()
 
     class Metric:

@@ -108,7 +108,7 @@ class Demo:
 def clean_and_damaged(
     demo: Demo, p: Server, consumers: dict[str, Server], connector: str
 ) -> None:
-    """Loads as they are, loads with one bit flipped, loads without their checksums."""
+    """Show loads as they are, with one bit flipped, and without their checksums."""
     clean = [(n, 21) for n in (1, 32, 100, 300, 700, 1500)]
     n = len(clean)
     demo.case(
@@ -145,7 +145,7 @@ def clean_and_damaged(
 
 
 def vllms_own_corruption(demo: Demo, p: Server, model: Path) -> None:
-    """Block size 32 on P, 64 on D, NIXL pull: stock vLLM on CPU answers wrong tokens."""
+    """Show that stock vLLM on CPU answers wrong tokens: NIXL pull, block size 32 on P, 64 on D."""
     demo.say("block size 32 on P, 64 on D: nothing is injected from here on")
     larger = {
         mode: pairs.consumer(

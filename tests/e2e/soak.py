@@ -78,11 +78,11 @@ class Soak:
 
     @property
     def tally(self) -> Tally:
-        """What became of the requests."""
+        """Return what became of the requests."""
         return self._clients.tally
 
     def run(self) -> list[str]:
-        """Run; return what did not hold."""
+        """Run the soak, and return what did not hold."""
         for n in range(3):
             warm = pairs.prompt_of(90 + n, self.settings.seed)
             prefill_decode(self.p, self.d, warm, 2).raise_for_status()
@@ -188,7 +188,7 @@ class Soak:
         self._end["left as they were by the drill"] = len(left)
 
     def _judge_starts(self, started: int) -> None:
-        """Every request that D answered began with a load, as some part of a prompt is never found locally."""
+        """Check that every answered request began with a load: some part of a prompt is never found locally."""
         tally = self.tally
         told = tally.answered + sum(tally.damaged.values())
         if not told <= started <= told + tally.left_d:
@@ -199,7 +199,7 @@ class Soak:
         self._end["loads started"] = started
 
     def _judge_tables(self, before: list[dict[str, int]], timeout: float = 60) -> None:
-        """Tables must become what they were; requests that clients left may take their time."""
+        """Check that tables become what they were; requests that clients left may take their time."""
         deadline = time.monotonic() + timeout
         while grown := self._grown_tables(before):
             if time.monotonic() > deadline:
@@ -245,7 +245,7 @@ class Soak:
 def lines_of(
     samples: dict[str, list[tuple[float, int, int]]], minutes: float
 ) -> dict[str, Trend]:
-    """By process and measure, the trend of the last two thirds; not of a process that ended before."""
+    """Return the trend of the last two thirds, by process and measure; not of a process that ended before."""
     lines = {}
     for name, found in samples.items():
         late = [sample for sample in found if sample[0] >= minutes / 3]
@@ -257,13 +257,13 @@ def lines_of(
 
 
 def grows(line: Trend, minutes: float) -> bool:
-    """Whether a process grew by more than `FLAT`, beyond doubt, in a run that is long enough to tell."""
+    """Return whether a process grew by more than `FLAT`, beyond doubt, in a run that is long enough to tell."""
     certain = line.slope > 2 * line.error
     return minutes >= JUDGED_FROM_MINUTES and certain and line.growth > FLAT
 
 
 def told(line: Trend) -> str:
-    """A trend in words."""
+    """Return a trend in words."""
     return (
         f"{line.mean / 1024:.1f} MiB, slope {line.slope:+.1f} +- {line.error:.1f} "
         f"KiB/min over {line.minutes:.1f} min ({100 * line.growth:+.2f}%)"
@@ -277,7 +277,7 @@ def run(
     results: Path | None = None,
     forks: ForkServer | None = None,
 ) -> Soak:
-    """Start P and D, run, stop them. What did not hold is in the result's ``tally.problems``."""
+    """Start P and D, run, and stop them. What did not hold is in the result's ``tally.problems``."""
     common: dict[str, Any] = {
         "dtype": "float32",
         "env": SERVERS,

@@ -55,7 +55,7 @@ def p(carrier, common):
 
 @pytest.fixture(scope="module")
 def consumers(carrier, common, p):
-    """By mode, a consumer that damages chosen loads."""
+    """Yield a consumer that damages chosen loads, by mode."""
     servers = {
         mode: pairs.consumer(
             f"e2e-{carrier}-{mode}", tiny_qwen3(), mode, faults=FAULTS, **common
@@ -67,7 +67,7 @@ def consumers(carrier, common, p):
 
 
 def ask(p, d, length, seed, request_id):
-    """D's answer, what a single instance answers, and what D counted."""
+    """Return D's answer, what a single instance answers, and what D counted."""
     prompts = pairs.prompts_of(length, seed)
     asked, expected = pairs.ask_anew(p, d, prompts, MAX_TOKENS, request_id)
     return asked.answer, expected, asked.counted
@@ -124,7 +124,7 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
 
 
 def transfers(server):
-    """How many NIXL made, as the connector's own statistics tell."""
+    """Return how many transfers NIXL made, as the connector's own statistics tell."""
     return server.metric("vllm:nixl_xfer_time_seconds_count")
 
 
@@ -221,7 +221,7 @@ def all_have_come(p, d, asked):
 
 
 def waiting(server):
-    """How many requests do not run yet."""
+    """Return how many requests do not run yet."""
     return server.metric("vllm:num_requests_waiting")
 
 

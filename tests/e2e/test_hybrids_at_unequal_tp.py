@@ -42,7 +42,7 @@ class Hybrid:
 
     @property
     def faults(self) -> dict[str, dict[str, object]]:
-        """One bit, by the beginning of the request id."""
+        """Return faults of one bit, by the beginning of the request id."""
         return {
             "state-": {"kind": "bit_flip", "group": self.states[0]},
             "attention-": {"kind": "bit_flip", "group": self.attention},
@@ -105,7 +105,7 @@ def split(request, forks):
 
 
 def mismatch_of(d, request_id):
-    """The one line of D's log that tells of this request's mismatch."""
+    """Return the one line of D's log that tells of this request's mismatch."""
     (line,) = [
         x
         for x in d.log_text().splitlines()

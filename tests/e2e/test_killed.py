@@ -115,7 +115,7 @@ def loads_in_flight(p, *consumers):
 
 
 def status(answer: Future[httpx.Response]) -> int:
-    """An answer's HTTP status; 0 for a connection that was cut."""
+    """Return an answer's HTTP status; 0 for a connection that was cut."""
     try:
         return answer.result(BOUND_S).status_code
     except httpx.TransportError:
@@ -123,7 +123,7 @@ def status(answer: Future[httpx.Response]) -> int:
 
 
 def check(p, d, name, seed):
-    """A clean load is verified and answered rightly; a damaged one is refused as D's policy says."""
+    """Check that a clean load is verified and answered rightly, and a damaged one refused as D's policy says."""
     before = pairs.loads(d)
     for kind, length in (("clean", 200), ("flip", 201)):
         prompt = pairs.prompt_of(length, seed)
@@ -139,7 +139,7 @@ def check(p, d, name, seed):
 
 
 def worker_of(server: Server, name: str) -> psutil.Process:
-    """The worker that writes to the server's log under this name."""
+    """Return the worker that writes to the server's log under this name."""
     pids = set(re.findall(rf"\({name} pid=(\d+)\)", server.log_text()))
     (found,) = [x for x in server.family() if str(x.pid) in pids]
     return found
@@ -245,7 +245,7 @@ def test_mooncake_master_under_load(model, common, tmp_path):
         )
 
         def ask_both(seed):
-            """A's answer, which A computes and stores, and B's."""
+            """Return A's answer, which A computes and stores, and B's."""
             prompt = pairs.prompt_of(200, seed)
             first = pairs.text_of(a.completions(prompt, MAX_TOKENS))
             time.sleep(0.3)

@@ -61,7 +61,7 @@ class Family:
 
     @property
     def faults(self) -> dict[str, dict[str, Any]]:
-        """By request id prefix; one bit each, and a state that never arrived."""
+        """Return faults by request id prefix: one bit each, and a state that never arrived."""
         faults = {"attention-": {"kind": "bit_flip", "group": self.attention}}
         if self.state is not None:
             faults["state-"] = {"kind": "bit_flip", "group": self.state}
@@ -87,7 +87,7 @@ ON_AMX = {
 
 
 def pair(forks, name, mode="fail", family=None, faults=None):
-    """A producer and a drilled consumer."""
+    """Return a producer and a drilled consumer."""
     family = family or FAMILIES[name]
     folder = tiny(name, family.dtype)
     label = f"e2e-{name}-{mode}"

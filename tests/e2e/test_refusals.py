@@ -82,7 +82,7 @@ def servers_of_every_refusal(store, forks):
 
 @pytest.fixture(scope="module")
 def ended(forks, tmp_path_factory):
-    """By name, each server's exit status and log, once it has ended by itself."""
+    """Yield each server's exit status and log, by name, once it has ended by itself."""
     with MooncakeStore(tmp_path_factory.mktemp("mooncake")) as store:
         servers = [x.start() for x in servers_of_every_refusal(store, forks)]
         try:

@@ -97,7 +97,7 @@ class Fuzzer:
         scratch.replace(self.folder / "child.json")
 
     def mutated(self, data: bytes, max_size: int, seed: int) -> bytes:
-        """Half of all changes keep the message's form; some inputs are made anew."""
+        """Change an input: half of all changes keep the message's form, some inputs are made anew."""
         draw = random.Random(seed)
         if draw.random() < INVENTED and (invented := self.target.invent(draw)):
             return invented

@@ -16,7 +16,7 @@ OTHERS = (None, True, False, 1.5, "", "r", "HB:r", b"", b"\0" * 8, [], {}, [[]])
 
 
 def mutate(tree: Any, random: Random) -> Any:
-    """`tree` with one of its nodes changed (it may be changed in place).
+    """Return `tree` with one of its nodes changed (it may be changed in place).
 
     Mostly a leaf, and one that keeps its type.
     """

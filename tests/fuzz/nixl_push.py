@@ -37,7 +37,7 @@ def tree_of(data: bytes) -> Any:
 
 
 def state_of(consumer: PushConsumer) -> tuple[Any, ...]:
-    """What a consumer's worker holds after a step."""
+    """Return what a consumer's worker holds after a step."""
     return (
         sorted(consumer._recving_transfers),
         dict(consumer.consumer_notification_counts_by_req),
@@ -60,12 +60,12 @@ NAME = len(b"kv_checksums:")
 
 
 def digits(text: bytes, value: int) -> bool:
-    """Whether 8 lower-case hexadecimal digits say `value`."""
+    """Return whether 8 lower-case hexadecimal digits say `value`."""
     return text == format(value, "08x").encode()
 
 
 def long_form(data: bytes) -> tuple[bytes, bytes] | None:
-    """A long form's plain part and payload (b"" if that is damaged), read once more.
+    """Return a long form's plain part and payload (b"" if that is damaged), read once more.
 
     None if the plain part did not come through.
     """

@@ -44,7 +44,7 @@ def get_atheris() -> None:
 
 
 def prepare(name: str) -> tuple[Path, list[str]]:
-    """A fresh folder for one target, and the folders with inputs for it."""
+    """Return a fresh folder for one target, and the folders with inputs for it."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     for part in ("corpus", "crashes", "kept"):
@@ -104,7 +104,7 @@ def last_pulse(log: Path) -> str:
 
 
 def result_of(name: str, folder: Path, code: int) -> dict[str, Any]:
-    """The table's row, from libFuzzer's log and the child's own counts."""
+    """Return the table's row, from libFuzzer's log and the child's own counts."""
     text = (folder / "log").read_text(errors="replace")
 
     def number(pattern: str) -> int:

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_no_garbage():
-    """As in vLLM's engine: what was imported takes 0.4 s of CPU to look through."""
+    """Freeze what was imported, as vLLM's engine does: it takes 0.4 s of CPU to look through."""
     gc.freeze()
     yield
     gc.unfreeze()

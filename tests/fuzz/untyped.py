@@ -88,7 +88,7 @@ class _Reader:
 
 
 def read(data: bytes) -> Any:
-    """The one value that `data` holds.
+    """Return the one value that `data` holds.
 
     Raises:
         TooDeepError: nested deeper than `MAX_DEPTH`.

@@ -30,7 +30,7 @@ class Trend:
 
     @property
     def growth(self) -> float:
-        """The line's rise over the samples' time, as a share of their mean."""
+        """Return the line's rise over the samples' time, as a share of their mean."""
         return self.slope * self.minutes / self.mean if self.mean else 0.0
 
 

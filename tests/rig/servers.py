@@ -183,7 +183,7 @@ class Server:
 
     @property
     def checks_loads(self) -> bool:
-        """Whether KV checksums are on."""
+        """Return whether KV checksums are on."""
         on = self.transfer_config().get("enable_kv_checksum", False)
         return self.role is not None and on is True
 
@@ -346,7 +346,7 @@ class Server:
         return total
 
     def _silent_processes(self, number: int) -> list[str]:
-        """Processes that did not answer question ``number`` yet and live; some end early (vLLM's model inspection)."""
+        """Return processes that live and did not answer question ``number`` yet; vLLM's model inspection ends early."""
         told = [path.name.split("-")[1] for path in self._tables.glob("process-*")]
         return [
             pid

@@ -40,17 +40,17 @@ class Loads:
 
     @property
     def under_way(self) -> int:
-        """How many loads have not ended yet."""
+        """Return how many loads have not ended yet."""
         ended = self.failed + self.aborted + sum(self.judged.values())
         return self.started - ended
 
     def of(self, verdict: str) -> int:
-        """How many loads had this verdict."""
+        """Return how many loads had this verdict."""
         return sum(n for (found, _), n in self.judged.items() if found == verdict)
 
     @property
     def summed(self) -> int:
-        """How many loads workers were asked to sum and that were judged."""
+        """Return how many loads workers were asked to sum and that were judged."""
         return sum(n for (_, by), n in self.judged.items() if by != NOT_SUMMED)
 
 

@@ -186,7 +186,7 @@ def test_all_is_on_disk_before_the_manifest_says_so(package, feature, monkeypatc
 
 @contextmanager
 def nobody():
-    """For root, which may write everywhere, somebody who may not."""
+    """Become somebody who may not write, where root may write everywhere."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)

@@ -29,7 +29,7 @@ needs_root = pytest.mark.skipif(not ROOT, reason="only root has other users at h
 
 @pytest.fixture
 def open_tmp():
-    """A folder that every user reaches, which pytest's own are not."""
+    """Yield a folder that every user reaches, which pytest's own are not."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -37,7 +37,7 @@ def open_tmp():
 
 @pytest.fixture
 def tree(open_tmp):
-    """Files of this environment's vLLM that the series edits."""
+    """Return the files of this environment's vLLM that the series edits."""
     installed, root = installer.find_package(None), open_tmp / "site" / "vllm"
     backups = installed / installer.MANIFEST_DIR / "originals"
     for module in load_series():
@@ -65,7 +65,7 @@ def command(umask: int, *arguments: str | Path) -> subprocess.CompletedProcess[s
 
 
 def modes(folder: Path) -> dict[str, tuple]:
-    """Mode, owner, group and content (or target) of everything but Python's caches."""
+    """Return mode, owner, group and content (or target) of everything but Python's caches."""
     found = {}
     for path in [folder, *sorted(folder.rglob("*"))]:
         if "__pycache__" in path.parts:
@@ -78,7 +78,7 @@ def modes(folder: Path) -> dict[str, tuple]:
 
 
 def as_nobody(check: Callable[[], object]) -> str:
-    """What goes wrong where another user runs `check`; "" for nothing."""
+    """Return what goes wrong where another user runs `check`; "" for nothing."""
     read, write = os.pipe()
     if not (child := os.fork()):
         try:
@@ -98,7 +98,7 @@ def as_nobody(check: Callable[[], object]) -> str:
 
 
 def read_and_import(root: Path) -> None:
-    """Everything is read; of the feature, modules that need nothing else are run."""
+    """Read everything, and run those of the feature's modules that need nothing else."""
     for folder, _, files in os.walk(root, onerror=_raise, followlinks=True):
         if not folder.endswith("__pycache__"):
             for name in files:

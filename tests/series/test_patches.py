@@ -64,7 +64,7 @@ def git(folder, *arguments, **kwargs):
 
 @pytest.fixture
 def repository(plan, tmp_path):
-    """A repository that holds vLLM's own files, as far as the series touches them."""
+    """Return a repository that holds vLLM's own files, as far as the series touches them."""
     for name, data in plan.originals.items():
         path = tmp_path / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def test_each_patch_compiles_and_imports_what_is_there(changes):
 
 
 def top_level_names(source: bytes) -> dict[str, str]:
-    """The names that a module defines or imports; under "" its text, if it is lazy."""
+    """Return the names that a module defines or imports; under "" its text, if it is lazy."""
     text = source.decode()
     found = {"": text} if "def __getattr__" in text else {}
     for node in ast.parse(text).body:

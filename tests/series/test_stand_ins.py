@@ -18,7 +18,7 @@ from vllm_kv_checksum.series import load_series
 
 
 def _classes_and_attributes():
-    """Class and attribute of every ``self.attribute = ...`` that the series inserts."""
+    """Yield class and attribute of every ``self.attribute = ...`` that the series inserts."""
     for module in load_series():
         name = "vllm." + module.path.removesuffix(".py").replace("/", ".")
         for edit in module.edits:

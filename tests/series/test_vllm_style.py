@@ -40,7 +40,7 @@ def plan():
 
 @pytest.fixture(scope="module")
 def trees(plan, tmp_path_factory):
-    """The edited files as vLLM has them, and as they are applied, with the feature."""
+    """Return the edited files as vLLM has them, and as they are applied, with the feature."""
     folder = tmp_path_factory.mktemp("style")
     feature = {f"{FEATURE}/{name}": data for name, data in plan.feature.items()}
     for tree, files in {

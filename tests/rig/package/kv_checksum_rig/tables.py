@@ -80,7 +80,7 @@ def _answer() -> None:
 
 
 def sizes() -> dict[str, int]:
-    """Lengths of tables and numbers of living objects, by name."""
+    """Return the lengths of tables and the numbers of living objects, by name."""
     found: dict[str, int] = {}
     for number, root in enumerate(_roots):
         held = root()

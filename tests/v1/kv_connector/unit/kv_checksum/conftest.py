@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def log():
-    """Lines that vLLM logs in this process, each after its level."""
+    """Yield lines that vLLM logs in this process, each after its level."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -25,7 +25,7 @@ def log():
 
 @pytest.fixture(autouse=True)
 def every_load_has_one_verdict():
-    """Holds for every instance of every test, whatever the test is about."""
+    """Check every instance of every test, whatever the test is about."""
     instances = sys.modules.get(f"{__package__}.rig.instances")
     if instances is None:  # no test module makes any
         yield

@@ -61,7 +61,7 @@ def sent(specs, rows, tokens):
 
 
 def held(rows, hashed=()):
-    """A request's blocks as vLLM holds them; those of `hashed` ids are local hits."""
+    """Return a request's blocks as vLLM holds them; `hashed` ids are local hits."""
     groups = []
     for row in rows:
         blocks = [KVCacheBlock(i, is_null=i == 0) for i in row]
@@ -73,14 +73,14 @@ def held(rows, hashed=()):
 
 
 def loaded(specs, rows, hashed, tokens):
-    """What D sums, and what NIXL is told to load."""
+    """Return what D sums, and what NIXL is told to load."""
     blocks = held(rows, hashed)
     found = loaded_blocks(config_of(*specs), blocks, tokens)
     return found, nixl_clip(specs, blocks.get_unhashed_block_ids_all_groups())
 
 
 def nixl_clip(specs, rows):
-    """What NIXL keeps of a finished request's blocks."""
+    """Return what NIXL keeps of a finished request's blocks."""
     scheduler = SimpleNamespace(
         kv_cache_config=config_of(*specs),
         _is_hma_required=True,

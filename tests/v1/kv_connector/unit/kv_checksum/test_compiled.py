@@ -17,7 +17,7 @@ MAX_INSTRUCTIONS_PER_PIECE = 21
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A process of its own: Triton decides at import time whether it interprets."""
+    """Run a process of its own: Triton decides at import whether it interprets."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(

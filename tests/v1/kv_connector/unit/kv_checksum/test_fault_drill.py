@@ -51,7 +51,7 @@ def token_major(x):
 
 
 def kernel_blocks(x):
-    """Two kernel blocks per block, head-major each."""
+    """Return two kernel blocks per block, head-major each."""
     b, h, n, c = x.shape
     split = x.view(b, h, 2, n // 2, c).transpose(1, 2).contiguous()
     return split.view(2 * b, h, n // 2, c)
@@ -63,7 +63,7 @@ def join_kernel_blocks(cache):
 
 
 def transpose_keys(x):
-    """What vLLM's CPU attention keeps: keys [elements, tokens], then values."""
+    """Return cells as CPU attention has them: keys [elements, tokens], then values."""
     keys, values = x[..., :HEAD_SIZE], x[..., HEAD_SIZE:]
     parts = [keys.transpose(-1, -2).flatten(2), values.flatten(2)]
     return torch.cat(parts, dim=-1).view(x.shape)
@@ -96,7 +96,7 @@ class Layers(list):
             self.append(LayerCache(cache, NUM_BLOCKS, self.transposed))
 
     def logical(self) -> torch.Tensor:
-        """A copy as ``(layers, blocks, H, tokens, elements)`` integers."""
+        """Return a copy as ``(layers, blocks, H, tokens, elements)`` integers."""
         return torch.stack([self.unpack(x.cache.view(torch.int16)) for x in self])
 
 
@@ -113,7 +113,7 @@ def load_of(layers, **changes) -> LoadedBlocks:
 
 
 def expected(kind: str, kv: torch.Tensor) -> torch.Tensor:
-    """What `kind` makes of ``(layers, blocks, H, tokens, elements)``, hand-written."""
+    """Return `kind` of ``(layers, blocks, H, tokens, elements)``, hand-written."""
     old, new = kv, kv.clone()
     half = HEAD_SIZE
     a, b, c = IDS

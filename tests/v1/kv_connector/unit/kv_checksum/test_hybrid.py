@@ -16,7 +16,7 @@ from .rig.hybrid import STATE_LAYERS, pair
 
 @pytest.fixture(autouse=True)
 def conv_layout(monkeypatch):
-    """NIXL transfers states in this layout alone."""
+    """Set the conv states' layout that NIXL transfers: the only one."""
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
 
 

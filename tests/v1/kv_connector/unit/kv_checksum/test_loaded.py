@@ -25,7 +25,7 @@ CLOSED = dict(kv_checksum_fail_closed=True)
 
 @pytest.fixture(autouse=True)
 def conv_layout(monkeypatch):
-    """The only one that NIXL transfers."""
+    """Set the conv states' layout that NIXL transfers: the only one."""
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
 
 

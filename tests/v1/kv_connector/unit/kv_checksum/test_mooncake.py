@@ -56,7 +56,7 @@ def response(payloads, ok_reqs):
 
 
 def answer(*sent_payloads) -> dict:
-    """What a producer's response says, read without a type."""
+    """Return what a producer's response says, read without a type."""
     found = MooncakeXferResponse(MooncakeXferResponseStatus.FINISH, ["a", "b"])
     MooncakeChecksums.add_sent(found, zip("ab", map(sent, sent_payloads), strict=True))
     return msgspec.msgpack.decode(msgspec.msgpack.encode(found))
@@ -78,7 +78,7 @@ def test_both_versions_read_each_others_responses():
 
 
 def taken(response, *awaited):
-    """What a consumer finds at the moment each of its loads is marked finished."""
+    """Return what a consumer finds when each of its loads is marked finished."""
     receiver = MooncakeReceiver()
     receiver.process_pulling_result(response, pull(*(awaited or ("a",))))
     return receiver.seen_when_finished

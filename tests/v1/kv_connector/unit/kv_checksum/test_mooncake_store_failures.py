@@ -125,7 +125,7 @@ def shared_store(tmp_path_factory):
 
 @pytest.fixture
 def own_store(tmp_path):
-    """For tests that kill a part of it."""
+    """Yield a store for tests that kill a part of it."""
     with running_store(tmp_path) as store:
         yield store
 
@@ -137,7 +137,7 @@ def store(shared_store):
 
 
 def kill_a_client(store):
-    """A client stores "lost" in its own memory, and dies."""
+    """Let a client store "lost" in its own memory, and kill it."""
     command = [sys.executable, "-c", STORING, store.address, HOST, str(SEGMENT)]
     with subprocess.Popen(
         [*command, str(RIGHT)], stdout=subprocess.PIPE, text=True
@@ -148,7 +148,7 @@ def kill_a_client(store):
 
 @contextmanager
 def connected(store):
-    """A client that lends no memory."""
+    """Yield a client that lends no memory."""
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()

@@ -47,12 +47,12 @@ def long_form(req_id: str, tp_size: int = 2, payload: bytes = PAYLOAD):
 
 
 def plain_end(notif: bytes, payload: bytes = PAYLOAD) -> int:
-    """Where the plain part ends: before ":", 8 digits, ":" and the base64."""
+    """Return where the plain part ends: before ":", 8 digits, ":" and the base64."""
     return len(notif) - -(-len(payload) // 3) * 4 - 10
 
 
 def take(notif: bytes, req_id: str):
-    """What a consumer takes for the plain form, what it hands on, whether it asks."""
+    """Return what a consumer takes for the plain form and hands on, and if it asks."""
     consumer = nixl_push.NixlPushChecksums()
     plain = consumer.take(notif, {req_id})
     results = SimpleNamespace(finished_sending=set(), kv_checksums=None)
@@ -64,7 +64,7 @@ def take(notif: bytes, req_id: str):
 
 
 def holds(notif: bytes, req_id: str, plain: bytes) -> bool:
-    """Whether the plain form came out; what must hold either way does."""
+    """Check what must hold either way, and return whether the plain form came out."""
     found, received, asks = take(notif, req_id)
     if not found:
         assert not asks and received == {}
@@ -229,7 +229,7 @@ def sides(model):
 
 @pytest.fixture
 def pair(sides, monkeypatch):
-    """P and D, and what happens to the notifs on their way."""
+    """Yield P and D, and what happens to the notifs on their way."""
     p, d = sides
     d.stats.clear()
     way = SimpleNamespace(damage=lambda notif: notif)

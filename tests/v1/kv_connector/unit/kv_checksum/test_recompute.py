@@ -27,7 +27,7 @@ def flip_in(**positions):
 
 
 def cached_kv_is_right(d, request):
-    """Whether every block of the prompt that others can hit holds the right KV.
+    """Return whether every block of the prompt that others can hit holds the right KV.
 
     Steps in flight fill blocks that can be hit already.
     """

@@ -53,7 +53,7 @@ def test_correct_loads_verify(model, transport, p_split, d_split, window):
 
 
 def error_of(out):
-    """What the client of a failed request is told."""
+    """Return what the client of a failed request is told."""
     if not hasattr(out, "error"):
         pytest.skip("vLLM 0.32 has no place for a failed request's reason")
     return out.error.message

@@ -18,7 +18,7 @@ CLOSED = {
 
 
 def load_to_be_sent_on(p, d, damaged):
-    """D's request, once no step changes anything any more."""
+    """Return D's request, once no step changes anything any more."""
     prompt = tokens(100)
     params = rig.prefill(p, "p", prompt) | {"do_remote_decode": True}
 

@@ -22,7 +22,7 @@ def weight(layer, head, j):
 
 
 def term(x, w, definition):
-    """The definitions once more, in integers without an end."""
+    """Evaluate the definitions once more, in integers without an end."""
     y = (x ^ x >> 33) * w & MASK
     if definition == 1:
         return y ^ y >> 32
@@ -31,7 +31,7 @@ def term(x, w, definition):
 
 
 def change(places, before, after, definition):
-    """How the checksum changes, by the benchmark's code."""
+    """Return the change of the checksum, by the benchmark's code."""
     weights = [checks.weight(*(np.uint64(n) for n in place)) for place in places]
     arrays = [np.array(x, np.uint64) for x in (weights, before, after)]
     return int(checks.checksum_change(*arrays, definition))

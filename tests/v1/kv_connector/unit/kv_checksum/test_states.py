@@ -51,7 +51,7 @@ def spec_of(family, tp, **changes):
 
 
 def workers_of(family, layout, tp, *, extra=0, **changes):
-    """One worker per TP rank, over the same unsharded states of two layers."""
+    """Return one worker per TP rank, over the same unsharded states of two layers."""
     workers = []
     for rank in range(tp):
         caches = {}
@@ -162,7 +162,7 @@ def test_exchanged_rows_states_and_layers_are_seen(conv_layout):
 
 
 def whole_value(parts):
-    """One slice per shard over the covered bytes."""
+    """Sum one slice per shard over the covered bytes."""
     total = 0
     for n, shards in parts.items():
         for rank, page in enumerate(shards):

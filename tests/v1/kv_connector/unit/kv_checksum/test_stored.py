@@ -213,7 +213,7 @@ def flip(kv, entries):
 
 
 def swap_blocks(kv, entries):
-    """Intact values of other prefixes, each with its own entry."""
+    """Load intact values of other prefixes, each with its own entry."""
     for cache in (*kv.values(), entries):
         cache[[12, 2]] = cache[[2, 12]]
 
@@ -302,7 +302,7 @@ def ask(instance, req_id="r", prompt=None):
 
 
 def stored(position, prompt=None):
-    """The stored value of one block of the prompt."""
+    """Return the stored value of one block of the prompt."""
     return list(store.STORE.values())[position]
 
 
@@ -521,7 +521,7 @@ MIXED = UniformTypeKVCacheSpecs(
 
 
 def hidden_in_part():
-    """HiSparse keeps some layers' KV in host memory."""
+    """Return a HiSparse config: some layers' KV is in host memory."""
     made = cfg(u.full_spec())
     made.hisparse_host_num_blocks = 5
     return made
@@ -626,7 +626,7 @@ class Channel:
 
 
 def store_scheduler(channel):
-    """The connector's scheduler side; a store numbers its groups by itself."""
+    """Return the connector's scheduler side; a store numbers its groups by itself."""
     groups = cfg(WINDOW, u.full_spec(2, 48)).kv_cache_groups
     inline = SimpleNamespace(submit=lambda call, *args: call(*args))
     return SimpleNamespace(

@@ -98,7 +98,7 @@ ON = {
 
 @pytest.fixture
 def legacy_ray(monkeypatch):
-    """What vLLM 0.32.0 reads from the environment."""
+    """Set what vLLM 0.32.0 reads from the environment."""
     monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False, raising=False)
 
 
@@ -109,7 +109,7 @@ def is_context(parallel):
 
 @pytest.fixture
 def configured(model, monkeypatch):
-    """Makes instances of a parallel configuration; no worker of them runs."""
+    """Make instances of a parallel configuration; no worker of them runs."""
     plain = rig.vllm_config
 
     def make(parallel, **settings):
@@ -139,7 +139,7 @@ def configured(model, monkeypatch):
 
 
 def registered(d):
-    """What a push consumer registers of a load with its producer."""
+    """Return what a push consumer registers of a load with its producer."""
     params = dict(
         do_remote_prefill=True,
         do_remote_decode=False,

@@ -181,7 +181,7 @@ def copies_of(*entries):
 
 
 def with_copies(unit_size=16):
-    """Six values; copy 0 differs at 0, 1 and 4, copy 1 at 2, 3 and otherwise at 4."""
+    """Return six values; copy 0 differs at 0, 1, 4, copy 1 at 2, 3, and 4 (else)."""
     first = ((0, 0, 99), (0, 1, 100), (0, 4, 101))
     second = ((1, 2, 200), (1, 3, 201), (1, 4, 102))
     return GroupChecksums(1, unit_size, 0, values(6), copies_of(*first, *second))

@@ -56,7 +56,7 @@ def token_major(cache):
 
 
 def interleaved(cache):
-    """Another layer's page between the blocks, and an offset before the first."""
+    """Put another layer's page between the blocks, and an offset before the first."""
     wide = torch.zeros(cache.shape[0], 3, *cache.shape[1:], dtype=cache.dtype)
     wide[:, 1] = cache
     return wide[:, 1]
@@ -70,7 +70,7 @@ def padded(cache):
 
 
 def kernel_split(cache):
-    """Blocks cut into kernel blocks of a quarter of their tokens."""
+    """Return blocks cut into kernel blocks of a quarter of their tokens."""
     blocks, heads, tokens, content = cache.shape
     parts = cache.view(blocks, heads, 4, tokens // 4, content).transpose(1, 2)
     return parts.reshape(blocks * 4, heads, tokens // 4, content)

@@ -46,7 +46,7 @@ class Metadata(KVConnectorMetadata):
     saves: list[BlockRun] = field(default_factory=list)
 
     def loads_by_request(self):
-        """Block ids per request and group, to hold against what is summed."""
+        """Return block ids per request and group, to compare with what is summed."""
         return {r: {run.group_id: list(run.block_ids)} for r, run in self.loads.items()}
 
 

@@ -40,7 +40,7 @@ CARRIERS = ("pull", "push", "mooncake", *STORES)
 
 
 def run(model: str, carrier: str, kind: str, seed: int, counts: Counter) -> Counter:
-    """One run with the faults of a kind, or of "all"; what loads were and became."""
+    """Run with the faults of a kind, or of "all"; return what loads were and became."""
     faults = Faults(
         random.Random(f"{carrier} {kind} {seed}"),
         frozenset(KINDS if kind == "all" else {kind}),

@@ -89,7 +89,7 @@ class InStepStore(UncheckedStore):
         return self._found(request, num_computed_tokens)[0], False
 
     def _plan(self, request, blocks, num_tokens):
-        """The blocks behind the loaded ones are for what the step computes."""
+        """Leave the blocks behind the loaded ones to what the step computes."""
         self._allocated(request, blocks, 0)
         if num_tokens:
             (ids,) = blocks.get_block_ids()

@@ -51,14 +51,14 @@ MODES: dict[str, dict[str, Any]] = {
 
 @cache
 def right_kv(prompt: tuple[int, ...], rank: int) -> int:
-    """What one worker holds of the last block of a prompt."""
+    """Return one worker's KV of the last block of a prompt."""
     digest = blake2b(repr((prompt, rank)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 @cache
 def right_blocks(prompt: tuple[int, ...]) -> list[list[int]]:
-    """Per block, every worker's part."""
+    """Return every worker's part, per block."""
     ends = [min(at + BLOCK, len(prompt)) for at in range(0, len(prompt), BLOCK)]
     return [[right_kv(prompt[:end], rank) for rank in range(WORKERS)] for end in ends]
 
@@ -83,7 +83,7 @@ def payload_text(prompt: tuple[int, ...]) -> str:
 
 @cache
 def other(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """A prompt of as many tokens with no block in common."""
+    """Return a prompt of as many tokens with no block in common."""
     return tuple(rig.tokens(len(prompt), 3))
 
 
@@ -111,7 +111,7 @@ class Setup:
 
     @property
     def loaded_once(self) -> bool:
-        """A prefill instance's KV is offered once; stores offer theirs again."""
+        """Return whether KV is offered once, by a prefill instance, not a store."""
         return self.carrier in ("kv_transfer_params", "connector")
 
     @property
@@ -245,7 +245,7 @@ class Site:
         self.connector.setup = setup
 
     def left(self) -> dict[str, int]:
-        """What the checksum code and the scheduler hold that must be gone."""
+        """Return what the checksum code and the scheduler still hold and must not."""
         sizes = {
             name: len(value)
             for name, value in vars(self.checksums).items()
