@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -115,11 +116,16 @@ def test_every_module_and_test_comes_once(changes, plan):
     assert tests - brought == HERE_ALONE.keys()
 
 
-def imported_names(path: str, source: bytes):
-    """Yield (module, name) of what a file imports from the feature."""
-    for node in ast.walk(ast.parse(source, path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-            yield from ((node.module, alias.name) for alias in node.names)
+@cache
+def imported_names(path: str, source: bytes) -> list[tuple[str, str]]:
+    """Compile a file, and return (module, name) of what it imports from the feature."""
+    compile(source, path, "exec")
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(source, path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+        for alias in node.names
+    ]
 
 
 def test_each_patch_compiles_and_imports_what_is_there(changes):
@@ -135,19 +141,19 @@ def test_each_patch_compiles_and_imports_what_is_there(changes):
         for path, source in tree.items():
             if not path.startswith("vllm/"):
                 continue
-            compile(source, path, "exec")
             for module, name in imported_names(path, source):
                 assert module in modules, (patch.name, path, module)
                 if f"{module}.{name}" in modules:
                     continue
                 names = top_level_names(tree[modules[module]])
-                lazy = re.search(rf'"{name}": "([\w.]+)"', names.pop("", ""))
+                lazy = re.search(rf'"{name}": "([\w.]+)"', names.get("", ""))
                 if lazy:
                     assert f"{module}.{lazy[1]}" in modules, (patch.name, path, name)
                 else:
                     assert name in names, (patch.name, path, module, name)
 
 
+@cache
 def top_level_names(source: bytes) -> dict[str, str]:
     """Return the names that a module defines or imports; under "" its text, if it is lazy."""
     text = source.decode()
