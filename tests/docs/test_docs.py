@@ -86,7 +86,7 @@ def checkout(target: Path) -> Path:
 
 
 def test_installing_as_the_document_says(scratch_venv, tmp_path):
-    """Not from an index: what pip builds with is the test environment's own setuptools."""
+    """Install without an index: pip builds with the test environment's own setuptools."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     path = f"{scratch_venv}/bin:{environment['PATH']}"
     environment |= {"PATH": path, "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"}
@@ -184,7 +184,7 @@ def test_the_tables_of_reasons_are_those_of_the_code(section, values):
 
 
 def test_the_guide_lists_why_a_store_s_loads_are_not_checked():
-    """Every text that a store's decision can give, as its source has it."""
+    """Find every text that a store's decision can give, as its source has it."""
     section = documents.GUIDE.read_text().partition("### Loads from a store")[2]
     section = section.partition("NIXL push")[0]
     said = {
@@ -248,7 +248,7 @@ def test_the_rules_load_and_fire_on_the_drills_series():
 
 
 def test_the_dashboards_queries_parse(tmp_path):
-    """As promtool does, in place of Grafana: its variables are filled in first."""
+    """Parse the queries with promtool, in place of Grafana, after filling in variables."""
     if program("promtool") is None:
         pytest.skip(HOW)
     board = json.loads((FEATURES / "kv_checksum_dashboard.json").read_text())

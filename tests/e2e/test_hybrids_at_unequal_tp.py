@@ -157,7 +157,7 @@ def test_vllms_own_corruption_of_replicated_b_and_c_is_a_mismatch(
 
 
 def test_served_as_loaded_that_corruption_changes_the_text(forks, one_group):
-    """What the mismatches are for: without checksums, or fail-open, answers are wrong."""
+    """Show what the mismatches are for: fail-open, or without checksums, answers are wrong."""
     p = one_group.of[2]
     name = "granite4_h"
     d = server(forks, name, one_group.carrier, 1, "fail-open", "kv_consumer")

@@ -157,7 +157,7 @@ def check_family(family, p, d):
 
 
 def test_later_requests_do_not_answer_from_a_damaged_window(forks):
-    """In each group in turn: of damage that was served, no other group may be found."""
+    """Damage each group in turn: after damage was served, no other group may be found either."""
     family = replace(FAMILIES["gemma3"], dtype="float32")
     fault = {"kind": "zero_block", "blocks": 4}
     faults = {f"group{g}-": {**fault, "group": g} for g in range(family.groups)}

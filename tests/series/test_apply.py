@@ -113,7 +113,7 @@ def test_a_newer_series_replaces_an_older_one(package, feature):
 
 
 def test_runs_at_once_take_turns(package, feature, capsys):
-    """Also when the one that had the lock has just removed its file."""
+    """Take turns even when the one that had the lock has just removed its file."""
     before = snapshot(package)
     with saved.locked(package):
         run = threading.Thread(
@@ -296,7 +296,7 @@ def test_a_failure_at_any_step_leaves_the_tree_as_it_was(package, feature, act, 
 
 @pytest.mark.parametrize("act", [do_apply, do_upgrade, do_revert])
 def test_a_killed_run_is_taken_back(package, feature, act):
-    """As SIGKILL leaves it: nothing rolls back at the time."""
+    """Leave the tree as SIGKILL does: nothing rolls back at the time."""
     before = snapshot(package)
     for step in range(1, 200):
         if act is not do_apply:

@@ -163,7 +163,7 @@ def test_root_keeps_the_owner_of_the_tree(package, feature, link):  # noqa: F811
 
 
 def test_a_removed_tree_comes_back_with_its_modes(package, feature):  # noqa: F811
-    """A failure at the end of a revert, when our folders are gone."""
+    """Fail at the end of a revert, when the feature's folders are gone."""
     installer.apply(package, series(), feature)
     (package / installer.FEATURE).chmod(0o2750)
     (package / installer.MANIFEST_DIR / "originals").chmod(0o700)
@@ -195,7 +195,7 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_status_names_what_is_closed_and_apply_opens_it(package, feature, part):  # noqa: F811
-    """As versions before left it under a strict umask."""
+    """Start from what earlier versions left under a strict umask."""
     installer.apply(package, series(), feature)
     right = {name: about[:3] for name, about in modes(package).items()}
     path = package / PARTS[part]

@@ -129,7 +129,7 @@ def imported_names(path: str, source: bytes) -> list[tuple[str, str]]:
 
 
 def test_each_patch_compiles_and_imports_what_is_there(changes):
-    """By their syntax: every name of the feature that a file imports is defined."""
+    """Check by syntax that every name of the feature that a file imports is defined."""
     tree: dict[str, bytes] = {}
     for patch, files in changes:
         tree |= {c.path: c.new for c in files}

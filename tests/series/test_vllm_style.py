@@ -86,7 +86,7 @@ def test_ruff_formats_nothing_anew(trees):
 
 
 def test_the_checks_do_find_something(trees):
-    """Ruff with these rules, on a file with one fault of each kind."""
+    """Run ruff with these rules on a file with one fault of each kind."""
     _, applied = trees
     bad = applied / "vllm" / "bad.py"
     bad.write_text("import zlib\nimport ast\nprint( ast,zlib )\n")

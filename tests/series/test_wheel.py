@@ -193,7 +193,7 @@ def test_an_output_is_never_overwritten(tmp_path, capsys, few_edits):
 
 @pytest.mark.slow
 def test_the_real_wheel(tmp_path, capsys):
-    """Also: in less memory than its largest file takes."""
+    """Patch it in less memory than its largest file takes."""
     folder = CACHE / "official"
     if not list(folder.glob(f"vllm-{OFFICIAL}-*.whl")):
         pip = [sys.executable, "-m", "pip", "download", "--no-deps"]

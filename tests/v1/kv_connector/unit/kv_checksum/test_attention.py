@@ -52,7 +52,7 @@ def indexer_cells(cache):
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_indexer_beside_mla_layers_is_read_token_by_token(ratio, tp):
-    """DeepSeek-V3.2's group, also with blocks cut into kernel blocks."""
+    """Read DeepSeek-V3.2's group, also with blocks cut into kernel blocks."""
     mla = MLAAttentionSpec(
         block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16
     )

@@ -265,7 +265,7 @@ def test_rings_are_chosen_but_no_worker_sums_them():
 @settings(max_examples=500, deadline=None)
 @given(kinds=st.lists(st.sampled_from("0hu"), max_size=9))
 def test_any_row_is_loaded_as_nixl_is_told_or_left_out(kinds):
-    """Nulls, local and loaded blocks in any order."""
+    """Draw nulls, local and loaded blocks in any order."""
     row = [0 if kind == "0" else i for i, kind in enumerate(kinds, 1)]
     hashed = {i for i, kind in enumerate(kinds, 1) if kind == "h"}
     found, nixl = loaded((u.full_spec(),), (row,), hashed, 16 * len(row))

@@ -94,7 +94,7 @@ def test_known_answers(case):
 
 @pytest.mark.parametrize("case", VECTORS, ids=lambda c: c["name"])
 def test_known_answers_of_a_worker(case):
-    """Latents of so many bytes; a worker's sums of units add up to the answers."""
+    """Sum latents of so many bytes: a worker's sums of units add up to the answers."""
     size, width = case["block_size"], case["cell_bytes"] // 2
     spec = MLAAttentionSpec(
         block_size=size,

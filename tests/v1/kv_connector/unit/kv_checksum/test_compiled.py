@@ -54,5 +54,5 @@ def test_few_instructions_per_piece(report):
 
 
 def test_one_variant_per_layer_shape(report):
-    """Whatever the layer, the number of rows, and where they and the sums lie."""
+    """Compile once, whatever the layer, the rows, and where they and the sums lie."""
     assert report["variants"] == {"one shape": 1, "two shapes": 2}

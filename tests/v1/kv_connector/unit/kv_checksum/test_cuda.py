@@ -68,7 +68,7 @@ def scheduled():
 
 @needs_vllm
 def test_sums_are_copied_after_they_are_made_and_before_later_writes(worker_and_cache):
-    """`finalize` on another thread while the stream is busy, as in an executor."""
+    """Call `finalize` on another thread while the stream is busy, as executors do."""
     from .rig import caches as u
 
     worker, cache, on_device = worker_and_cache

@@ -157,7 +157,7 @@ def test_loads_in_the_step_that_uses_them(model, mode, log):
 
 @pytest.mark.parametrize("by", ["invalid_block_ids", "failed_recving"])
 def test_a_load_in_the_step_that_uses_it_may_fail_too(model, by):
-    """As its connector reports it: that is neither verified nor unverified."""
+    """Report a failure as its connector does: it is neither verified nor unverified."""
     d = instance_of(model, BringingWithCarrier, policy="recompute")
     d.add("r", rig.tokens(100), None, max_tokens=2)
     output = d.schedule()
@@ -216,7 +216,7 @@ def test_loads_from_a_decode_instance(model, mode):
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "inside another"])
 def test_a_stored_mismatch_names_the_store(model, wrapped, log):
-    """Case 12: behind MultiConnector, the one that served it."""
+    """Name the store that served the load, behind MultiConnector, too (case 12)."""
     store.STORE.clear()
     settings = one = dict(
         kv_connector="MemoryStoreConnector",
@@ -316,7 +316,7 @@ def test_workers_do_not_get_the_payload_s_text(model, size):
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_steps_that_decode_look_at_no_request(model, transport, role):
-    """Case 20: whether their KV was sent, loaded, or neither."""
+    """Look at none, whether their KV was sent, loaded, or neither (case 20)."""
     p, d = rig.pair(model, transport=transport)
     prompts = [rig.tokens(100, seed) for seed in range(3)]
     if role == "kv_producer":

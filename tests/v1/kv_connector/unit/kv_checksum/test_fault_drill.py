@@ -266,7 +266,7 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(layers, kind, changes):
 
 @pytest.mark.parametrize(("tokens", "cell"), [(16, 10), (4, 16)])
 def test_lanes_need_words_of_8_bytes(tokens, cell):
-    """Two heads of fp8 with 5 elements, or a block of 8 words."""
+    """Try two heads of fp8 with 5 elements, and a block of 8 words."""
     cache = torch.randint(0, 256, (NUM_BLOCKS, 2, tokens, cell), dtype=torch.uint8)
     load = LoadedBlocks([LayerCache(cache, NUM_BLOCKS)], [3], 0, tokens)
     with pytest.raises(NotApplicable):

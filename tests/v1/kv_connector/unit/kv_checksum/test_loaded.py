@@ -85,7 +85,7 @@ KINDS = {
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prefixes_and_evictions(model, kind, seed, transport):
-    """Few blocks, so that groups lose their prefixes apart from each other."""
+    """Use few blocks, so that groups lose their prefixes apart from each other."""
     make, both, p_settings, d_settings = KINDS[kind]
     p = make(model, "kv_producer", transport=transport, **both, **p_settings)
     d = make(

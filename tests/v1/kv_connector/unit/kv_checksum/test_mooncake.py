@@ -147,7 +147,7 @@ def test_the_first_copy_wins_and_nothing_stays():
 
 @pytest.mark.parametrize("transfer_id", [None, "", "t"])
 def test_only_requests_that_mooncake_sends_are_summed(model, transfer_id):
-    """As many as its own scheduler announces to its workers."""
+    """Sum as many as Mooncake's own scheduler announces to its workers."""
     p = rig.Instance(model, "kv_producer", transport="mooncake")
     params = dict(do_remote_decode=True, do_remote_prefill=False)
     if transfer_id is not None:
@@ -171,7 +171,7 @@ def test_only_requests_that_mooncake_sends_are_summed(model, transfer_id):
 
 @pytest.mark.parametrize("blocks", [None, [], [[1]]])
 def test_only_requests_that_wait_to_be_sent_keep_a_payload(model, blocks):
-    """None: unknown or aborted; no blocks: announced, and not finished."""
+    """Try unknown or aborted requests (None), and announced ones (no blocks)."""
     p = rig.Instance(model, "kv_producer", transport="mooncake")
     request = SimpleNamespace(request_id="r", kv_transfer_params={"transfer_id": "t"})
     if blocks is not None:

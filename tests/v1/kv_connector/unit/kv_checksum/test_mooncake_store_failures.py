@@ -240,6 +240,6 @@ def test_an_exception_removes_nothing_and_ends_the_load(store, client, at, log):
 
 
 def test_without_checksums_nothing_is_removed(store, client):
-    """Stock behaviour."""
+    """Keep stock behaviour."""
     failed, _ = load(client, ["right", "short"], kv_checksums=None)
     assert failed == {"short"} and store.exist(["short"]) == [True]

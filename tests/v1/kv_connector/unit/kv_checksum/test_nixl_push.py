@@ -78,7 +78,7 @@ def test_a_send_that_ended_or_expired_carries_nothing_more():
 
 @pytest.mark.parametrize("long", [(1, 1), (1, 0), (0, 1), (0, 0)])
 def test_both_forms_take_the_same_completion_accounting(long):
-    """Two producer ranks, each with or without a payload: complete after two."""
+    """Complete after two producer ranks, each with or without a payload."""
     consumer = PushConsumer(["r"])
     for i, with_payload in enumerate(long):
         notif = b"r:2"

@@ -107,7 +107,7 @@ def test_every_change_of_a_byte(name):
 
 
 def test_a_payload_that_changed_is_not_one_that_differs():
-    """Every byte of it changed by one bit: none is handed on as a payload."""
+    """Change every byte of it by one bit: none is handed on as a payload."""
     plain, notif = long_form("r")
     for at in range(plain_end(notif), len(notif)):
         changed = notif[:at] + bytes([notif[at] ^ 1]) + notif[at + 1 :]
@@ -184,7 +184,7 @@ def test_a_notif_that_is_not_of_ours_is_left_to_vllm():
 
 @pytest.mark.parametrize("cut", [None, 300, 60])
 def test_damaged_copies_count_as_writes(cut):
-    """Two producer ranks, the second one's notif damaged, then the first one's."""
+    """Damage the second producer rank's notif, then the first one's."""
     plain, notif = long_form("r")
     for first, second in ((notif, notif[:cut]), (notif[:cut], notif)):
         consumer = PushConsumer(["r"])
@@ -197,7 +197,7 @@ def test_damaged_copies_count_as_writes(cut):
 
 @pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
 def test_ranks_whose_copies_are_damaged(model, damaged):
-    """Two consumer ranks: one intact copy is enough; none: unverified."""
+    """Damage two consumer ranks' copies: one that is intact is enough."""
     p, d = rig.pair(model, transport="push", tp=2)
     for rank in damaged:
         side = d.transport.side(rank)

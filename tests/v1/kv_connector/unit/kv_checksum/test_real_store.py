@@ -149,7 +149,7 @@ def test_a_damaged_value_is_removed_and_the_lookups_behind_it_are_answered(pair,
 
 
 def test_what_is_only_loaded_keeps_the_entries_that_came_with_it(pair):
-    """In a step that also stores: only the one's entries are filled in."""
+    """Load in a step that also stores: only what is stored gets its entries."""
     a, _ = pair
     worker, sums = worker_of(a), a.workers[0]
     entries = sums.init_block_checksums([0])

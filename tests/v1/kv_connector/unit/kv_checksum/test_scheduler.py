@@ -245,7 +245,7 @@ def test_skipped_groups(model, transport, sides):
 def test_a_group_that_one_worker_skips_is_skipped_by_the_instance(
     model, transport, sides
 ):
-    """One TP rank of one PP stage; the others sum it, and their sums are not used."""
+    """Skip it on one TP rank of one PP stage: the others' sums are not used."""
     p, d = pair(model, tp=2, pp=2, window=40, transport=transport)
     for instance, name in ((p, "p"), (d, "d")):
         if sides in ("both", name):

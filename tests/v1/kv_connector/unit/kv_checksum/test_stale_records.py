@@ -158,7 +158,7 @@ def test_a_worker_that_summed_another_number_of_tokens(model, transport, side, c
 
 
 def test_copies_of_other_blocks_are_not_added_up():
-    """As many of them, from another position on."""
+    """Report as many of them, from another position on."""
     values = np.ones((3, 1), np.uint64)
     one, two = ((1, 0), 0), ((2, 0), 1)
     parts = {key: KVChecksumGroup(at, (key,), values[:, 0]) for key, at in (one, two)}
@@ -191,7 +191,7 @@ def test_stored_checksums_of_a_worker_that_reports_part(lost):
     [(8, 12, True), (8, 11, False), (8, 8, False), (4, 12, False), (2, 12, False)],
 )
 def test_a_worker_reports_every_unit_that_was_asked_for(start, number, right):
-    """Three blocks of four units each, from the request's third block on."""
+    """Ask for three blocks of four units each, from the request's third block on."""
     asked = KVChecksumBlocks(320, {0: (2, [7, 5, 6])}, seq=4)
     values = np.zeros((number, 1), np.uint64)
     record = KVChecksumRecord(

@@ -88,7 +88,7 @@ def test_any_tp_size_and_conv_layout_gives_the_unsharded_value(name, tp, conv_la
 
 @pytest.mark.parametrize("split", [True, False])
 def test_states_of_another_dtype_have_another_fingerprint(split, conv_layout):
-    """Elements of one width: what differs is what their bits mean."""
+    """Compare dtypes of one width: what differs is what their bits mean."""
     changes = {} if split else dict(state_splits=None)
     seen = set()
     for first in (torch.bfloat16, torch.float16, torch.int16):

@@ -593,7 +593,7 @@ def test_several_requests_and_groups_with_odd_numbers_of_rows():
 
 
 def test_every_group_starts_at_an_even_column():
-    """So that reads of its rows stay 16-byte aligned."""
+    """Keep reads of its rows 16-byte aligned."""
     w = two_group_worker()
     work = {"a": KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (0, [4])})}
     rows, segments, parts = build_rows(w.groups, work)
