@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 @dataclass
 class Result:
-    """What one instance showed.
+    """The results of one instance.
 
     Attributes:
         stored_ms: A's median time to first token with the same setting.

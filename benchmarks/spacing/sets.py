@@ -73,7 +73,7 @@ FEW_VALUES = {"0 and -0": (0.0, -0.0), "0, 1 and -1": (0.0, 1.0, -1.0)}
 
 @dataclass(frozen=True)
 class KV:
-    """What KV holds: values from `pool`, bit patterns of `bits` bits each."""
+    """The contents of KV: values from `pool`, bit patterns of `bits` bits each."""
 
     name: str
     dtype: str

@@ -19,7 +19,7 @@ from .models import Generator
 
 @dataclass
 class Block:
-    """What counts of one block on one worker.
+    """The bytes of one block that count on one worker.
 
     Attributes:
         layers: per layer, bytes ``(kernel blocks, heads, tokens, cell)``, views.

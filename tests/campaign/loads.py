@@ -78,7 +78,7 @@ _MODES = {
 
 @dataclass
 class _Plan:
-    """What is done to one load, and what came of it.
+    """The damage done to one load, and what came of it.
 
     Attributes:
         changed: whether it changed anything that counts.
@@ -94,7 +94,7 @@ class _Plan:
 
 
 class Pair:
-    """P and D of one drawn configuration, and what is done to their loads."""
+    """P and D of one drawn configuration, and the damage done to their loads."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.random = np.random.default_rng([seed, number])

@@ -45,7 +45,7 @@ STATE_PADDING = 16
 
 @dataclass(frozen=True)
 class Split:
-    """How an instance splits a model and lays out its caches."""
+    """An instance's split of a model, and the layout of its caches."""
 
     tp: int
     pp: int

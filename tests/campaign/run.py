@@ -36,7 +36,7 @@ PROGRESS_S = 30.0
 
 @dataclass(frozen=True)
 class Goal:
-    """How much a depth runs: until so many were damaged, and so many not."""
+    """The end of a depth's run: so many damaged blocks or loads, and so many clean."""
 
     damaged: int
     clean: int

@@ -29,7 +29,7 @@ CASES = {"nixl_pull": 9, "nixl_push": 7, "mooncake": 7}
 
 @dataclass
 class Row:
-    """What one case showed."""
+    """The result of one case."""
 
     case: str
     policy: str

@@ -103,7 +103,7 @@ class Draws:
 
 @dataclass
 class Tally:
-    """What became of the requests so far. ``damaged`` counts by (kind, what its client was told)."""
+    """The outcomes of the requests so far. ``damaged`` counts by (kind, what its client was told)."""
 
     asked: Counter[str] = field(default_factory=Counter)
     answered: int = 0

@@ -161,7 +161,7 @@ def reference_texts(
 
 @dataclass(frozen=True)
 class Asked:
-    """What came of one request that was prefilled on P and decoded on D.
+    """The outcome of one request that was prefilled on P and decoded on D.
 
     Attributes:
         answer: D's answer.

@@ -49,7 +49,7 @@ until it is full): without that, what grows is the servers' own."""
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run. With ``control`` checksums are off, nothing is damaged, and growth alone is measured."""
+    """The settings of one run. With ``control`` checksums are off, nothing is damaged, and growth alone is measured."""
 
     minutes: float = 30
     share: float = 0.02

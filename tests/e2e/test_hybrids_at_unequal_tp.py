@@ -25,7 +25,7 @@ DIRECTIONS = [(2, 1), (1, 2)]
 
 @dataclass(frozen=True)
 class Hybrid:
-    """How a hybrid is served, and which KV cache groups hold what.
+    """A hybrid's settings, and what each of its KV cache groups holds.
 
     Attributes:
         states: the groups of state layers.

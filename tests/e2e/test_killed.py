@@ -56,7 +56,7 @@ def producer(name, model, common, side_channel, port=None):
 
 
 class NotInFlight(Exception):
-    """Some load had ended before P was stopped: nothing can be seen of its end."""
+    """Raised if some load had ended before P was stopped: nothing can be seen of its end."""
 
 
 def until_in_flight(run):

@@ -28,7 +28,7 @@ DS_CONV = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 
 @dataclass
 class Family:
-    """How a family is served, and which KV cache groups hold what.
+    """A family's settings, and what each of its KV cache groups holds.
 
     Attributes:
         attention: a group of attention layers.

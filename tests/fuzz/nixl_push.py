@@ -95,7 +95,7 @@ def long_form(data: bytes) -> tuple[bytes, bytes] | None:
 
 
 class Notifs(Target):
-    """What stands behind the first two bytes of a completion notif's long form."""
+    """The bytes behind the first two of a completion notif's long form."""
 
     name = "push_notif"
     max_len = 8192
@@ -251,7 +251,7 @@ class Producer:
 
 
 class Registrations(Target):
-    """What stands behind PUSH_REG's prefix."""
+    """The bytes behind PUSH_REG's prefix."""
 
     name = "push_registration"
     of_vllm = (

@@ -26,7 +26,7 @@ class Other(NamedTuple):
 
 
 class TooDeepError(ValueError):
-    """Nested deeper than `MAX_DEPTH`."""
+    """Raised for what is nested deeper than `MAX_DEPTH`."""
 
 
 class _Reader:

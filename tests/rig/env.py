@@ -53,7 +53,7 @@ _held: list[int] = []  # the lock's descriptor, passed on to pip
 
 
 class Stop(Exception):
-    """Ends the run with one line for the reader."""
+    """Raised to end the run with one line for the reader."""
 
 
 class Environment:

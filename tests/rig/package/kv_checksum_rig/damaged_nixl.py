@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.kv_checksum_rig")
 
 
 class _LosesABlock:
-    """Comes before a NIXL connector; worker side."""
+    """A mixin for the worker side of NIXL connectors: loses or damages a block."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Note the group's layers."""
@@ -65,8 +65,8 @@ class _LosesABlock:
 
 
 class LossyNixlConnector(_LosesABlock, NixlPullConnector):
-    """NIXL pull."""
+    """NIXL pull that loses or damages a block."""
 
 
 class LossyNixlPushConnector(_LosesABlock, NixlPushConnector):
-    """NIXL push."""
+    """NIXL push that loses or damages a block."""

@@ -23,7 +23,7 @@ _stored: dict[bytes, list[torch.Tensor]] = {}
 
 @dataclass
 class Blocks(KVConnectorMetadata):
-    """What one step loads and saves: block hashes and ids."""
+    """The blocks that one step loads and saves: hashes and ids."""
 
     loads: list[tuple[bytes, int]] = field(default_factory=list)
     saves: list[tuple[bytes, int]] = field(default_factory=list)

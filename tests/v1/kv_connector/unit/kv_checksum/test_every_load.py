@@ -62,7 +62,7 @@ class BringingLater(Bringing):
 
 
 class BringingWithCarrier(Bringing):
-    """It says that it carries checksums, and loads in the step that uses them."""
+    """A connector that claims to carry checksums, and loads in the step itself."""
 
     def kv_checksum_carrier(self, request, receiving):
         from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
@@ -71,7 +71,7 @@ class BringingWithCarrier(Bringing):
 
 
 class Bring:
-    """In place of its workers: what started is finished in the same step."""
+    """A stand-in for its workers: what started is finished in the same step."""
 
     carrier = None
     connector = ""

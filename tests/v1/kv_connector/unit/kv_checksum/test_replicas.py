@@ -13,7 +13,7 @@ from .rig.instances import load
 
 
 class OwnCopies(Mla):
-    """Every rank's copy is its own: those behind rank 0 differ from it in one bit.
+    """Instances whose ranks' copies differ: all but rank 0's have one other bit.
 
     D's rank ``k`` loads the copy of P's rank ``k``, or its `source`.
     """

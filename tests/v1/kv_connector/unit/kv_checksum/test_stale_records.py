@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 from .rig import caches as u
 from .rig import instances as rig
-from .rig.faults.instances import UnrulyInstance
+from .rig.faults.instances import FaultyInstance
 from .rig.faults.records import Faults
 from .rig.instances import flip_bit, load, pair, tokens
 from .rig.stored import HASHES, caches, workers_of
@@ -45,7 +45,7 @@ def test_a_producer_that_resumes_behind_its_prompt_sends_sums_of_what_it_holds(m
     """It finds another block of the same prefix, which another step has filled."""
     faults = Faults(random.Random(0), frozenset(), Counter())
     settings = dict(async_scheduling=True, faults=faults)
-    p = UnrulyInstance(model, "kv_producer", **settings)
+    p = FaultyInstance(model, "kv_producer", **settings)
     _, d = pair(model, d=dict(kv_checksum_fail_closed=True))
     prompt = tokens(48)
     request = p.add("p", prompt, dict(do_remote_decode=True), max_tokens=4)

@@ -63,7 +63,7 @@ def test_without_a_carrier_nothing_of_the_connector_is_read(model, monkeypatch):
 
 
 class RayDistributedExecutor:
-    """Named as vLLM 0.32.0's legacy executor is, whose module needs Ray."""
+    """An executor named as vLLM 0.32.0's legacy one, whose module needs Ray."""
 
 
 class OutOfTree:

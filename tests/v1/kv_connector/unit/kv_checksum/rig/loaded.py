@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass
 class Loads:
-    """What one step's metadata tells connectors to load.
+    """The blocks that one step's metadata tells connectors to load.
 
     ``by_request`` holds block ids per request id and KV cache group id. Some connectors
     name no request: ``together`` holds the blocks of all of theirs.

@@ -167,7 +167,7 @@ def real_instance(
 
 
 class _Passed:
-    """In place of a device's event or stream: all of its work is done."""
+    """A stand-in for a device's event or stream, all of whose work is done."""
 
     cuda_stream = 0
 
@@ -203,7 +203,7 @@ def without_a_device():
 
 
 class _PlacedInstance(rig.Instance):
-    """Its KV cache configuration says where each layer's cache lies."""
+    """An instance whose KV cache configuration says where each layer's cache lies."""
 
     def make_kv_config(self, groups):
         config = super().make_kv_config(groups)

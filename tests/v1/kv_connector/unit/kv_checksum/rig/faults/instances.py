@@ -27,8 +27,8 @@ from .records import Faults, Load, Misreports
 _MAX_PREEMPTIONS = 5
 
 
-class Unruly:
-    """What `rig.Instance` and its heirs do wrong here."""
+class Faulty:
+    """The faults of `rig.Instance` and its heirs."""
 
     def __init__(self, *args, faults: Faults, **settings):
         super().__init__(*args, **settings)
@@ -353,7 +353,7 @@ def _may_preempt(request) -> bool:
     return request.num_preemptions < _MAX_PREEMPTIONS
 
 
-class UnrulyInstance(Unruly, rig.Instance):
+class FaultyInstance(Faulty, rig.Instance):
     """One side of a pair."""
 
     def __init__(self, *args, **settings):

@@ -33,9 +33,9 @@ from tqdm import tqdm
 from .. import instances as rig
 from .records import KINDS, Faults
 from .runs import PairRun, StoreRun
-from .stores import InStepStore, UncheckedStore, UnrulyStore
+from .stores import FaultyStore, InStepStore, UncheckedStore
 
-STORES = {"store": UnrulyStore, "no checksums": UncheckedStore, "in step": InStepStore}
+STORES = {"store": FaultyStore, "no checksums": UncheckedStore, "in step": InStepStore}
 CARRIERS = ("pull", "push", "mooncake", *STORES)
 
 

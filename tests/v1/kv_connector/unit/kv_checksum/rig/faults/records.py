@@ -55,7 +55,7 @@ class Faults:
 
 @dataclass
 class Load:
-    """What is known of one load, whatever the checksums say.
+    """The truth about one load, whatever the checksums say.
 
     Attributes:
         damaged: its KV is not what was sent, or stored; `bad` says where: layer,
@@ -112,7 +112,7 @@ def copy(record: KVChecksumRecord) -> KVChecksumRecord:
 
 
 class Misreports:
-    """What becomes of the workers' records on their way to the scheduler.
+    """The faults of the workers' records on their way to the scheduler.
 
     Args:
         excuse: told the request ids of which something is lost, and why.

@@ -13,9 +13,9 @@ from vllm.v1.request import RequestStatus
 
 from .. import instances as rig
 from .. import store
-from .instances import UnrulyInstance
+from .instances import FaultyInstance
 from .records import Faults, Load
-from .stores import UnrulyStore
+from .stores import FaultyStore
 
 MAX_STEPS = 150
 NUM_REQUESTS = 14
@@ -44,7 +44,7 @@ class Transfer:
 
 
 class Run:
-    """What both kinds of runs share.
+    """The part that both kinds of runs share.
 
     `shares`: how many halves of a prompt it may have in common with others.
     """
@@ -212,7 +212,7 @@ class PairRun(Run):
         self.start_d()
 
     def start_p(self) -> None:
-        self.p = UnrulyInstance(
+        self.p = FaultyInstance(
             self.model,
             "kv_producer",
             transport=self.transport,
@@ -226,7 +226,7 @@ class PairRun(Run):
         self.started.append(self.p)
 
     def start_d(self) -> None:
-        self.d = UnrulyInstance(
+        self.d = FaultyInstance(
             self.model,
             "kv_consumer",
             transport=self.transport,
@@ -420,7 +420,7 @@ class StoreRun(Run):
 
     shares = (1, 2, 2)
 
-    def __init__(self, model, faults, outcomes, kind=UnrulyStore):
+    def __init__(self, model, faults, outcomes, kind=FaultyStore):
         super().__init__(model, faults, outcomes)
         self.kind = kind
         store.STORE.clear()
@@ -429,7 +429,7 @@ class StoreRun(Run):
         self.both = [self.start(), self.start()]
         self.before = [self.left(instance) for instance in self.both]
 
-    def start(self) -> UnrulyStore:
+    def start(self) -> FaultyStore:
         instance = self.kind(self.model, **self.shared)
         self.started.append(instance)
         instance.judged = self.judged

@@ -8,10 +8,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from .. import store
-from .instances import Unruly
+from .instances import Faulty
 
 
-class UnrulyStore(Unruly, store.StoringInstance):
+class FaultyStore(Faulty, store.StoringInstance):
     """An instance that loads what it stored."""
 
     def __init__(self, *args, **settings):
@@ -61,8 +61,8 @@ class UnrulyStore(Unruly, store.StoringInstance):
         return super().tables() | {"loads": len(self.loading)}
 
 
-class UncheckedStore(UnrulyStore):
-    """One whose store keeps no checksums: nobody checks what it loads."""
+class UncheckedStore(FaultyStore):
+    """An instance whose store keeps no checksums: nobody checks what it loads."""
 
     unchecked = True
 
@@ -72,7 +72,7 @@ class UncheckedStore(UnrulyStore):
 
 
 class InStepStore(UncheckedStore):
-    """One that loads in the step that uses what is loaded."""
+    """An instance that loads in the step that uses what is loaded."""
 
     loads_in_step = True
 

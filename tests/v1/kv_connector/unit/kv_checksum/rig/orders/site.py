@@ -124,7 +124,7 @@ class Setup:
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """What a step tells workers to load: per request id its blocks."""
+    """The blocks that a step tells workers to load, by request id."""
 
     loads: dict[str, list[int]] = field(default_factory=dict)
 
@@ -188,7 +188,7 @@ class UndeclaredConnector(KVConnectorBase_V1):
 
 
 class CarryingConnector(UndeclaredConnector):
-    """One that carries checksums, or stores them with the KV."""
+    """A connector that carries checksums, or stores them with the KV."""
 
     def kv_checksum_carrier(self, request, receiving):
         if receiving != (self.setup.role == "load") or not self.setup.loaded_once:

@@ -78,7 +78,7 @@ class Load:
 
 
 class Worker:
-    """What one worker is asked and reports."""
+    """One worker: what it is asked, and what it reports."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
