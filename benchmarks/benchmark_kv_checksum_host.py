@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What checksums cost on the host: scheduler and worker code beside the GPU's work.
+"""Measure what checksums cost on the host, in scheduler and worker, beside the GPU's work.
 
 Each step is printed in microseconds and as a multiple of one NumPy pass (an
 addition) over the request's 8-byte values. Then what `Scheduler._update_after_schedule`
@@ -66,7 +66,7 @@ def work_of(requests: int, tokens: int, size: int) -> dict[str, KVChecksumBlocks
 
 
 def records_of(units: int, replicas: int) -> list[KVChecksumRecord]:
-    """What `WORKERS` workers report for one request."""
+    """Return what `WORKERS` workers report for one request."""
     random = np.random.RandomState(1)
     shape = (units, 1)
     return [
@@ -88,7 +88,7 @@ def records_of(units: int, replicas: int) -> list[KVChecksumRecord]:
 
 
 def one_group(size: int) -> Any:
-    """The KV cache groups of a model of full attention."""
+    """Return the KV cache groups of a model of full attention."""
     import torch
 
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -102,7 +102,7 @@ def one_group(size: int) -> Any:
 
 
 def records_of_requests(req_ids: list[str], units: int) -> list[KVChecksumRecord]:
-    """What `WORKERS` workers, who share the heads, report for several requests."""
+    """Return what `WORKERS` workers, who share the heads, report for several requests."""
     random = np.random.RandomState(2)
     return [
         KVChecksumRecord(
@@ -164,7 +164,7 @@ RUNNING = (0, 64, 1024, 4096)
 
 
 def decode_steps(running: int) -> dict[str, Callable[[], Any]]:
-    """The end of a step's scheduling, by what vLLM it is."""
+    """Return the code that ends a step's scheduling, by vLLM tree."""
     from originals import original_module
 
     from vllm.v1.core.sched import scheduler as patched
@@ -209,7 +209,7 @@ def decode_steps(running: int) -> dict[str, Callable[[], Any]]:
 
 
 def scheduler_part() -> Any:
-    """Checksums of an instance whose running requests were all sent already."""
+    """Return the checksums of an instance whose running requests were all sent already."""
     from vllm.distributed.kv_transfer.kv_checksum import KVChecksumScheduler
 
     return KVChecksumScheduler(
@@ -246,7 +246,7 @@ def print_decode_steps(repeats: int) -> list[dict[str, Any]]:
 
 
 def steps_of_sums(tokens: int, size: int) -> list[Step]:
-    """A request's end on P, and its verdict on D."""
+    """Return the steps of a request's end on P and of its verdict on D."""
     unit = unit_size(size)
     units = Units(unit, size // unit)
     parts, copies = (records_of(tokens // unit, n) for n in (1, WORKERS))
@@ -377,7 +377,7 @@ def plain_compare(sent: list[list[int]], loaded: list[list[int]], size: int) -> 
 
 
 def pairs_of(size: int, requests: int, tokens: int) -> list[Pair]:
-    """The steps of one case: every request of it, with one bad block each."""
+    """Return the steps of one case, with one bad block in each request."""
     from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
         loaded_blocks,
         sent_blocks,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What checksums cost where KV comes from a Mooncake store: time to first token.
+"""Measure the time to first token, with checksums and without, of KV from a Mooncake store.
 
 Real servers and a real `mooncake_master` over TCP, forked from one process that
 imported vLLM. A stores prompts and ends; a fresh B loads them; C, which has no
@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 @dataclass
 class Result:
-    """What one instance showed.
+    """The results of one instance.
 
     Attributes:
         stored_ms: A's median time to first token with the same setting.
@@ -84,16 +84,16 @@ class Result:
 
     @property
     def rounds_ms(self) -> list[float]:
-        """The median of each round."""
+        """Return the median of each round."""
         return [statistics.median(times) for times in self.times_ms]
 
     @property
     def median_ms(self) -> float:
-        """The median of the rounds' medians."""
+        """Return the median of the rounds' medians."""
         return statistics.median(self.rounds_ms)
 
     def times(self, other: Result) -> float:
-        """How many times another's time it takes: the median over the prompts."""
+        """Return the ratio to another's time: the median over the prompts."""
         mine, theirs = (
             [min(rounds) for rounds in zip(*r.times_ms, strict=True)]
             for r in (self, other)
@@ -102,7 +102,7 @@ class Result:
 
 
 def prompts_of(number: int, tokens: int) -> list[list[int]]:
-    """So many prompts, and one more to begin with."""
+    """Return this many prompts, and one more to begin with."""
     draw = random.Random(tokens)
     return [
         [draw.randrange(2, VOCABULARY) for _ in range(tokens)]
@@ -111,7 +111,7 @@ def prompts_of(number: int, tokens: int) -> list[list[int]]:
 
 
 def first_token(server: Server, prompt: list[int]) -> tuple[float, str]:
-    """How many milliseconds the first token took, and its text."""
+    """Return the time to the first token in milliseconds, and its text."""
     answers: list[tuple[float, str]] = []
     began = time.perf_counter()
     request_id = f"{server.name}-{time.monotonic_ns()}"
@@ -134,7 +134,7 @@ def hits(server: Server) -> float:
 
 
 def keys_stored(server: Server) -> float:
-    """How many values an instance has put into the store, all of them there."""
+    """Return the number of values that an instance has put into the store, once all are there."""
     # Statistics travel with steps, and an idle engine makes none.
     server.completions([5, 6, 7], 1).raise_for_status()
     name = "vllm:mooncake_store_operation_keys_total"
@@ -259,7 +259,7 @@ class Benchmark:
 
 
 def table(results: list[Result]) -> str:
-    """The results as a table of Markdown."""
+    """Return the results as a table of Markdown."""
     lines = [
         "| TP | instance | first token, ms (each round) | times C | times B off | A while it stores, ms | hit rate | verified, mismatch, unverified | first token is C's |",
         "|---|---|---|---|---|---|---|---|---|",

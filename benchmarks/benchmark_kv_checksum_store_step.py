@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What storing checksums adds to a step: `save_block_checksums` of its full blocks.
+"""Measure what storing checksums adds to a step: `save_block_checksums` of its full blocks.
 
 `host` is the engine thread's time: rows, tags and queueing, with the layers' sums
 left out. `sums` is the rest, on the device (on the CPU in the same thread). A value
@@ -58,7 +58,7 @@ def worker_of(layers: int, num_blocks: int, device: str) -> KVChecksumWorker:
 def median_us(
     act: Callable[[], None], device: str, repeats: int, whole: bool = True
 ) -> float:
-    """Median time of `act`, until the device is done if `whole`."""
+    """Return the median time of `act`, until the device is done if `whole`."""
     times = []
     for _ in range(repeats):
         if device != "cpu":

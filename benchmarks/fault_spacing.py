@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Counts how often evenly spaced damage escapes, for four checks side by side.
+"""Count how often evenly spaced damage escapes, for four checks side by side.
 
 Weights of evenly spaced places are evenly spaced, too, so changes of equal size and
 fitting signs cancel in a weighted sum, and only the checksum's last fold tells them
@@ -57,14 +57,14 @@ class Cell:
 
     @property
     def names(self) -> dict[str, str]:
-        """What the cell is called in tables and in JSON."""
+        """Return the cell's names in tables and in JSON."""
         damage = DAMAGE[self.damage]
         kv, dtype = self.kv.name, self.kv.dtype
         return {"place": self.place.name, "damage": damage, "kv": kv, "dtype": dtype}
 
     @property
     def name(self) -> str:
-        """All of its names in one line."""
+        """Return all of its names in one line."""
         return ", ".join(self.names.values())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without a GPU, Triton's kernels run in its interpreter; it asks at import time."""
+"""Select Triton's interpreter if there is no GPU: Triton asks when it is imported."""
 
 import os
 

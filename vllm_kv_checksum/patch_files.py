@@ -1,7 +1,7 @@
 """Tell which tests and documents of the checkout go with which patch.
 
 A test goes with the first patch that brings all that it imports, itself or through its
-helpers; a helper goes with the first test that needs it.
+helpers; a helper goes with the first test that needs it, unless a patch names it.
 """
 
 import ast
@@ -35,8 +35,9 @@ def files_of_patches(
         _module(name): number for number, names in enumerate(feature) for name in names
     }
     found: list[list[str]] = [list(_listed(p.files, checkout)) for p in patches]
-    placed: set[Path] = set()
-    for number, test in sorted(_placed_tests(patches, brought_by, checkout)):
+    named = {checkout / f: number for number, files in enumerate(found) for f in files}
+    placed = set(named)
+    for number, test in sorted(_placed_tests(patches, brought_by, named, checkout)):
         for path in _with_helpers(checkout / TESTS / test, checkout):
             if path not in placed:
                 placed.add(path)
@@ -45,19 +46,20 @@ def files_of_patches(
 
 
 def _placed_tests(
-    patches: Sequence[Patch], brought_by: dict[str, int], checkout: Path
+    patches: Sequence[Patch],
+    brought_by: dict[str, int],
+    named: dict[Path, int],
+    checkout: Path,
 ) -> Iterator[tuple[int, str]]:
+    """Yield every test that goes with a patch, after the patch's number."""
     own = {name: number for number, p in enumerate(patches) for name in p.tests}
     for test in sorted((checkout / TESTS).glob("test_*.py")):
-        needed = [
-            name
-            for path in _with_helpers(test, checkout)
-            if path.suffix == ".py"
-            for name in _imports(path)
-        ]
+        files = _with_helpers(test, checkout)
+        needed = [n for f in files if f.suffix == ".py" for n in _imports(f)]
         if any(name.partition(".")[0] in _OF_THIS_PROJECT for name in needed):
             continue
-        number = max((brought_by.get(name, 0) for name in needed), default=0)
+        numbers = [brought_by.get(name, 0) for name in needed]
+        number = max([0, *numbers, *(named.get(path, 0) for path in files)])
         yield own.get(test.stem.removeprefix("test_"), number), test.name
 
 
@@ -92,8 +94,9 @@ def _relative_imports(path: Path, root: Path) -> Iterator[str]:
         )
         candidates = [base, *(base / alias.name for alias in node.names)]
         for candidate in candidates:
-            if candidate.with_suffix(".py").is_file():
-                yield candidate.with_suffix(".py").relative_to(root).as_posix()
+            for file in (candidate.with_suffix(".py"), candidate / "__init__.py"):
+                if file.is_file():
+                    yield file.relative_to(root).as_posix()
 
 
 def _imports(path: Path) -> Iterator[str]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What summing KV blocks costs, beside a plain copy and a plain read of the same bytes.
+"""Measure the summing of KV blocks, beside a plain copy and a plain read of the same bytes.
 
 On a GPU the Triton kernel and the PyTorch path are measured, on the CPU the numba
 path and the PyTorch path; their sums must agree. Needs torch, and Triton or numba;
@@ -52,7 +52,7 @@ SIZES = [2**20, 2**24, 2**26, 2**28, 2**30]
 
 
 def layer_of(shape: Shape, num_blocks: int, device: str) -> LayerView:
-    """A layer of random KV. Factors are odd; their values do not matter here."""
+    """Return a layer of random KV. Factors are odd; their values do not matter here."""
     dims = (num_blocks, 1, shape.heads, shape.tokens, shape.pieces)
     blocks = torch.randint(-(2**62), 2**62, dims, device=device)
     factors = 2 * torch.arange(shape.heads, device=device) + 1
@@ -61,7 +61,7 @@ def layer_of(shape: Shape, num_blocks: int, device: str) -> LayerView:
 
 
 def seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
-    """Median of `repeats` runs after one to warm up."""
+    """Return the median of `repeats` runs after one to warm up."""
     run()
     times = []
     for _ in range(repeats):
@@ -81,7 +81,7 @@ def seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
 
 
 def paths(device: str) -> dict[str, Callable[..., None]]:
-    """The paths that serve on `device`, the fast one first."""
+    """Return the paths that serve on `device`, the fast one first."""
     if device == "cpu":
         from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
 
@@ -92,7 +92,7 @@ def paths(device: str) -> dict[str, Callable[..., None]]:
 
 
 def other_checksums(data: Any) -> dict[str, Callable[[], Any]]:
-    """Byte checksums that others use, over host memory."""
+    """Return byte checksums that others use, over host memory."""
     found: dict[str, Callable[[], Any]] = {
         "Adler-32 (zlib)": lambda: zlib.adler32(data),
         "CRC-32 (zlib)": lambda: zlib.crc32(data),
@@ -109,7 +109,7 @@ def other_checksums(data: Any) -> dict[str, Callable[[], Any]]:
 def measure(
     shape: Shape, size: int, device: str, repeats: int, shuffle: bool
 ) -> dict[str, Any]:
-    """Achieved GB/s of every path for about `size` bytes in whole blocks."""
+    """Return the achieved GB/s of every path for about `size` bytes in whole blocks."""
     number = size // shape.block_bytes
     layer = layer_of(shape, number, device)
     ids = torch.randperm(number) if shuffle else torch.arange(number)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Lets the kernel and its reference run from a checkout where vLLM is not installed."""
+"""Let the kernel and its reference run from a checkout where vLLM is not installed."""
 
 import importlib.util
 import sys
@@ -11,13 +11,13 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def vllm_is_installed() -> bool:
-    """Whether `vllm` is more than the folder of that name in this checkout."""
+    """Return whether `vllm` is more than the folder of that name in this checkout."""
     spec = importlib.util.find_spec("vllm")
     return spec is not None and spec.origin is not None
 
 
 def stand_in_for_vllm() -> bool:
-    """Unless vLLM is installed, put a module of three names in the place of
+    """Put, unless vLLM is installed, a module of three names in the place of
     `vllm.triton_utils`; whether that was needed."""
     if vllm_is_installed():
         return False

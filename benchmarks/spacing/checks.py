@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Computes from the changed pieces alone how four checks of a block change.
+"""Compute how four checks of a block change, from the changed pieces alone.
 
 Shares no code with the feature, so that either can be held against the other. No check
 needs the rest of the block: the checksum is a sum over pieces, CRC-32 is linear, and of

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draws evenly spaced damage and counts the sets that each check misses."""
+"""Draw evenly spaced damage, and count the sets that each check misses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Places:
 
     @property
     def ranges(self) -> np.ndarray:
-        """The least and the largest number of layers, heads and pieces."""
+        """Return the least and the largest number of layers, heads and pieces."""
         return np.array([self.layers, self.heads, self.pieces], np.int64)
 
 
@@ -73,7 +73,7 @@ FEW_VALUES = {"0 and -0": (0.0, -0.0), "0, 1 and -1": (0.0, 1.0, -1.0)}
 
 @dataclass(frozen=True)
 class KV:
-    """What KV holds: values from `pool`, bit patterns of `bits` bits each."""
+    """The contents of KV: values from `pool`, bit patterns of `bits` bits each."""
 
     name: str
     dtype: str
@@ -82,7 +82,7 @@ class KV:
 
     @property
     def few(self) -> bool:
-        """Whether it is not the control."""
+        """Return whether this is not the control."""
         return self.name != NORMAL
 
 

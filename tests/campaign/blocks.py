@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Depth *blocks*: many damaged blocks per verdict, by real workers, no scheduler.
+"""Run depth *blocks*: many damaged blocks per verdict, real workers, no scheduler.
 
 What a verdict tells apart is a chunk: a block of D, or as many as what is compared as
 one takes; each chunk of a load gets damage of its own. Whether it changed anything that
@@ -63,7 +63,7 @@ _EXPECTED = {
 
 
 def run_batch(seed: int, number: int) -> Tally:
-    """One drawn model, pair of instances and set of loads, damaged several times."""
+    """Draw a model, a pair of instances and loads, and damage them several times."""
     random = np.random.default_rng([seed, number])
     groups = draw_model(random)
     p_split, d_split = draw_splits(random)
@@ -108,7 +108,7 @@ def run_batch(seed: int, number: int) -> Tally:
 
 
 def _contents(d: Side, chunks: list[Chunk]) -> list[tuple[bytes, bytes]]:
-    """What counts of every chunk, and what of it is compared."""
+    """Return the bytes of every chunk that count, and those of them compared."""
     return [
         (content(d.target, chunk), content(d.target, chunk, compared=True))
         for chunk in chunks
@@ -147,7 +147,7 @@ def _chunks(
     sent: dict[str, Blocks],
     loaded: dict[str, Blocks],
 ) -> list[Chunk]:
-    """The chunks of every load that both sides hold whole, in order.
+    """Return the chunks of every load that both sides hold whole, in order.
 
     Those of which something cannot be compared have the reason as their kind.
     """
@@ -196,7 +196,7 @@ def _damage(d: Side, chunks: list[Chunk], random: Generator) -> None:
 
 
 def _outcome(chunk: Chunk, verdict: LoadVerdict) -> str:
-    """What the verdict says of one chunk."""
+    """Return what the verdict says of one chunk."""
     group = verdict.groups.get(chunk.group)
     if verdict.unverified or group is None:
         return "unverified"
@@ -229,7 +229,7 @@ def _note_loads(
     verdicts: dict[str, LoadVerdict],
     where: str,
 ) -> None:
-    """A damaged chunk that is compared makes a mismatch of the load.
+    """Note loads: a damaged chunk that is compared makes a mismatch of its load.
 
     One that is not compared makes it unverified, and so does a group without any: of
     a window, the two sides may hold no whole chunk in common.

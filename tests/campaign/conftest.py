@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The campaign's instances are held to what those of the unit tests are."""
+"""Hold the campaign's instances to the rules of the unit tests' instances."""
 
 from collections.abc import Iterator
 
@@ -10,6 +10,6 @@ from kv_checksum.rig import instances
 
 @pytest.fixture(autouse=True)
 def every_load_has_one_verdict() -> Iterator[None]:
-    """Holds for every instance of every test, whatever the test is about."""
+    """Check every instance of every test, whatever the test is about."""
     with instances.every_load_has_one_verdict():
         yield

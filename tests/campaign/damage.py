@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Damage at drawn places of one block on one worker, and the kinds of a campaign.
+"""Damage drawn places of one block on one worker, in each way of a campaign.
 
 The kinds of the fault drill (`fault_damage.KINDS`) hit fixed places; these do not.
 """
@@ -19,7 +19,7 @@ from .models import Generator
 
 @dataclass
 class Block:
-    """What counts of one block on one worker.
+    """The bytes of one block that count on one worker.
 
     Attributes:
         layers: per layer, bytes ``(kernel blocks, heads, tokens, cell)``, views.
@@ -41,7 +41,7 @@ class Block:
         return self.layers[layer][kernel, head, slot]
 
     def word(self, layer: int, number: int) -> np.ndarray:
-        """A piece as one unsigned integer, a view, by its place in its layer."""
+        """Return a piece as one unsigned integer, a view, by its place in its layer."""
         head, rest = divmod(number, self.valid * self.per_token)
         token, piece = divmod(rest, self.per_token)
         at = piece * self.width
@@ -49,7 +49,7 @@ class Block:
         return cell.view(f"u{self.width}")
 
     def draw_words(self, random: Generator, number: int) -> list[np.ndarray]:
-        """Different words of any layers."""
+        """Return different words of any layers."""
         total = self.words * len(self.layers)
         if number > total:
             raise NotApplicable(f"the block has fewer than {number} words")
@@ -79,7 +79,7 @@ def _byte(random: Generator, block: Block) -> None:
 
 
 def _bytes(random: Generator, block: Block) -> None:
-    """2 to 16 bytes anywhere, each another value."""
+    """Change 2 to 16 bytes anywhere, each to another value."""
     number = min(int(random.integers(2, 17)), block.words * len(block.layers))
     for word in block.draw_words(random, number):
         word.view(np.uint8)[random.integers(word.itemsize)] ^= random.integers(
@@ -88,7 +88,7 @@ def _bytes(random: Generator, block: Block) -> None:
 
 
 def _run(random: Generator, block: Block, most: int) -> list[np.ndarray]:
-    """Neighbouring words of one layer, in the checksum's order."""
+    """Return neighbouring words of one layer, in the checksum's order."""
     layer = int(random.integers(len(block.layers)))
     number = min(int(random.integers(2, most)), block.words)
     first = int(random.integers(block.words - number + 1))
@@ -96,7 +96,7 @@ def _run(random: Generator, block: Block, most: int) -> list[np.ndarray]:
 
 
 def _burst(random: Generator, block: Block) -> None:
-    """2 to 32 neighbouring words of any other content."""
+    """Fill 2 to 32 neighbouring words with any other content."""
     for word in _run(random, block, 33):
         word[:] = random.integers(0, 256, word.itemsize, np.uint8).view(word.dtype)
 
@@ -107,14 +107,14 @@ def _zero_run(random: Generator, block: Block) -> None:
 
 
 def _late_words(random: Generator, block: Block) -> None:
-    """Words that stand one place too late from somewhere on."""
+    """Move words one place on, from somewhere on."""
     run = _run(random, block, 65)
     for to, source in zip(run[:0:-1], run[-2::-1], strict=True):
         to[:] = source
 
 
 def _rotated_words(random: Generator, block: Block) -> None:
-    """A run of words, rotated: rows of a state read at other offsets."""
+    """Rotate a run of words, as if rows of a state were read at other offsets."""
     run = _run(random, block, 65)
     kept = [word.copy() for word in run]
     by = int(random.integers(1, len(run))) if len(run) > 1 else 0
@@ -129,7 +129,7 @@ def _exchanged_words(random: Generator, block: Block) -> None:
 
 
 def _exchanged_tokens(random: Generator, block: Block) -> None:
-    """Two tokens of one head in one layer."""
+    """Exchange two tokens of one head in one layer."""
     if block.valid < 2:
         raise NotApplicable("the block has fewer than 2 tokens")
     layer = int(random.integers(len(block.layers)))
@@ -142,7 +142,7 @@ def _exchanged_tokens(random: Generator, block: Block) -> None:
 
 
 def _equal_sum(random: Generator, block: Block) -> None:
-    """As much added to one word as taken from another."""
+    """Add to one word as much as is taken from another."""
     a, b = block.draw_words(random, 2)
     delta = random.integers(1, 256, a.itemsize, np.uint8).view(a.dtype)
     a += delta
@@ -150,7 +150,7 @@ def _equal_sum(random: Generator, block: Block) -> None:
 
 
 def _equal_xor(random: Generator, block: Block) -> None:
-    """The same bits, any, flipped in two words."""
+    """Flip the same bits, any, in two words."""
     a, b = block.draw_words(random, 2)
     mask = random.integers(0, 256, a.itemsize, np.uint8).view(a.dtype)
     a ^= mask
@@ -158,7 +158,7 @@ def _equal_xor(random: Generator, block: Block) -> None:
 
 
 def lanes(bits: tuple[int, ...], number: int, spacing: int | None) -> Damage:
-    """The same bits flipped in several words: anywhere, or so far apart in a layer.
+    """Flip the same bits in several words: anywhere, or so far apart in a layer.
 
     A spacing of 0 is drawn. Bits wrap around in words narrower than 8 bytes.
     """
@@ -182,13 +182,13 @@ def lanes(bits: tuple[int, ...], number: int, spacing: int | None) -> Damage:
 
 
 def _any_lane(random: Generator, block: Block) -> None:
-    """One bit, any, in 2, 3, 4 or 8 words."""
+    """Flip one bit, any, in 2, 3, 4 or 8 words."""
     number = (2, 3, 4, 8)[random.integers(4)]
     lanes((int(random.integers(64)),), number, None)(random, block)
 
 
 def _any_spaced_lane(random: Generator, block: Block) -> None:
-    """One bit, any, in 4 words at any equal spacing."""
+    """Flip one bit, any, in 4 words at any equal spacing."""
     lanes((int(random.integers(64)),), 4, 0)(random, block)
 
 

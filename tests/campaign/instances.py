@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Drawn pairs of instances of depth *loads*, and D's caches.
+"""Draw the pairs of instances of depth *loads*, and read D's caches.
 
 How caches lie in memory is what the instances themselves write them by: ``[block,
 head, slot, K and V]`` for tokens, a page of bytes for states.
@@ -124,7 +124,7 @@ FAMILIES = (
 
 
 def draw_instances(random: Generator, settings: dict[str, Any]) -> tuple[Any, Any]:
-    """P and D; `settings` are D's."""
+    """Return P and D; `settings` are D's."""
     family = str(random.choice(FAMILIES))
     lags = " and " in family
     # With Mooncake, local hits end where the group ends that holds least.
@@ -179,7 +179,7 @@ def draw_instances(random: Generator, settings: dict[str, Any]) -> tuple[Any, An
 
 
 def describe(instance: Any) -> str:
-    """The KV cache groups of an instance."""
+    """Return the KV cache groups of an instance."""
     groups = [type(spec).__name__ for spec in instance.specs]
     if isinstance(instance, WithDraft):
         groups[1] += " (draft)"
@@ -190,7 +190,7 @@ def describe(instance: Any) -> str:
 
 
 def evict_some(instance: Any, random: Generator) -> None:
-    """Some blocks that nobody uses leave the prefix cache.
+    """Evict some blocks that nobody uses from the prefix cache.
 
     As when others need them; vLLM takes those that were used longest ago. Here it is
     all or some of a group's, so that it lags behind the others.
@@ -209,7 +209,7 @@ def evict_some(instance: Any, random: Generator) -> None:
 
 
 def first_token_kept(spec: Any, num_tokens: int) -> int:
-    """The first token whose KV vLLM keeps of a group once so many are computed."""
+    """Return the first token whose KV vLLM keeps of a group after so many tokens."""
     if (window := getattr(spec, "sliding_window", None)) is not None:
         return max(0, num_tokens - window + 1)
     chunk = getattr(spec, "attention_chunk_size", None)
@@ -217,7 +217,7 @@ def first_token_kept(spec: Any, num_tokens: int) -> int:
 
 
 def prompt_kv_is_right(d: Any, request: Any) -> bool | None:
-    """Whether all KV of the prompt that is still needed is what a forward writes.
+    """Return whether all KV of the prompt that is still needed is a forward's.
 
     None if the request holds none now. States are left out: those that were loaded
     are not kept.
@@ -242,12 +242,12 @@ def prompt_kv_is_right(d: Any, request: Any) -> bool | None:
 
 
 def covered(cache: torch.Tensor, num_blocks: int) -> Any:
-    """What counts: bytes ``(blocks, kernel blocks, heads, tokens, cell)``, a view."""
+    """Return a view ``(blocks, kernel blocks, heads, tokens, cell)`` of what counts."""
     return cache.view(torch.uint8).unflatten(0, (num_blocks, -1)).numpy()
 
 
 def target_of(d: Any) -> Target:
-    """D's caches, per KV cache group and worker."""
+    """Return D's caches, per KV cache group and worker."""
     groups = d.kv_config.kv_cache_groups
     target = Target([[] for _ in groups], [[] for _ in groups])
     for stage in range(d.pp):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Depth *loads*: whole requests through the real schedulers of P and D.
+"""Run depth *loads*: whole requests through the real schedulers of P and D.
 
 Instances as the unit tests have them (`kv_checksum.rig.instances`): real schedulers,
 connectors' scheduler sides, checksum workers, payloads and verdicts; the forward and
@@ -78,7 +78,7 @@ _MODES = {
 
 @dataclass
 class _Plan:
-    """What is done to one load, and what came of it.
+    """The damage done to one load, and what came of it.
 
     Attributes:
         changed: whether it changed anything that counts.
@@ -94,7 +94,7 @@ class _Plan:
 
 
 class Pair:
-    """P and D of one drawn configuration, and what is done to their loads."""
+    """P and D of one drawn configuration, and the damage done to their loads."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.random = np.random.default_rng([seed, number])
@@ -142,7 +142,7 @@ class Pair:
     # ---- hooks
 
     def alter(self, payload: bytes) -> bytes | None:
-        """A payload on its way."""
+        """Change a payload on its way."""
         plan = self.plans.get(self.sending)
         previous = self.payloads[-1] if self.payloads else None
         self.payloads = [payload]
@@ -163,7 +163,7 @@ class Pair:
         return damaged
 
     def schedule(self) -> Any:
-        """A step of D: what it sums must be what its connector is told to load."""
+        """Schedule a step of D; it must sum what its connector is told to load."""
         output = self.d.scheduler.schedule()
         config, metadata = self.d.kv_config, output.kv_connector_metadata
         wrong = loaded.differences(output, config) + loaded.unsummed(output, config)
@@ -177,7 +177,7 @@ class Pair:
         return output
 
     def loaded(self, req_id: str, block_ids: list[list[int]]) -> None:
-        """A load arrived on D, and is not summed yet."""
+        """Damage a load that arrived on D and is not summed yet."""
         plan = self.plans[req_id]
         plan.block_ids = block_ids
         chunks = self._chunks(req_id, block_ids)
@@ -227,7 +227,7 @@ class Pair:
         plan.kind = CLEAN
 
     def _chunks(self, req_id: str, block_ids: list[list[int]]) -> list[Chunk]:
-        """The loaded blocks, as the connector chose them.
+        """Return the loaded blocks, as the connector chose them.
 
         Those that cannot be compared have the reason as their kind.
         """
@@ -255,7 +255,7 @@ class Pair:
     # ---- loads
 
     def wave(self, damaged: bool) -> None:
-        """Some concurrent loads, all damaged or all clean."""
+        """Run some concurrent loads, all damaged or all clean."""
         if self.random.random() < self.sharing:
             evict_some(self.d, self.random)
         requests = []
@@ -285,7 +285,7 @@ class Pair:
         return str(kinds[self.random.integers(len(kinds))])
 
     def _look_at(self, request: Any) -> None:
-        """Between two steps of D."""
+        """Look at D between two of its steps."""
         req_id = request.request_id
         plan, verdict = self.plans[req_id], self.verdicts.get(req_id)
         if verdict is None or request.is_finished():
@@ -304,7 +304,7 @@ class Pair:
             self._check_prompt(request)
 
     def _check_prompt(self, request: Any) -> None:
-        """What a verified load's answer rests on, found locally or loaded."""
+        """Check the KV, found or loaded, that a verified load's answer rests on."""
         right = prompt_kv_is_right(self.d, request)
         if right is None:
             return
@@ -330,7 +330,7 @@ class Pair:
         return self.d.add(req_id, prompt[:300], params, max_tokens=2)
 
     def _spoil_next_write(self, plan: _Plan) -> None:
-        """P's forward writes one wrong token."""
+        """Let P's forward write one wrong token."""
         write = self.p.write
 
         def spoiled(request: Any, first: int, last: int) -> None:
@@ -367,13 +367,13 @@ class Pair:
             self.tally.example(f"{plan.kind}: {outcome}, {req_id} ({self.where})")
 
     def _ended_right(self, req_id: str, outcome: str) -> bool:
-        """Whether the request ended as the mode says of this verdict."""
+        """Return whether the request ended as the mode says of this verdict."""
         fails = self.mode == "fail" and outcome != "verified"
         expected = FinishReason.ERROR if fails else FinishReason.LENGTH
         return self.d.results[req_id][-1].finish_reason == expected
 
     def _end_lease(self, p_id: str) -> None:
-        """What P kept of a request is freed, and nobody asks for it any more."""
+        """Free what P kept of a request that nobody asks for any more."""
         transport = self.p.transport
         if p_id in self.p.scheduler.requests:
             transport.sent.add(p_id)
@@ -381,12 +381,12 @@ class Pair:
         getattr(transport, "sends", {}).pop(f"xfer-{p_id}", None)
 
     def _release(self, request: Any) -> None:
-        """What D would send on, which nobody asks for."""
+        """Free what D would send on, which nobody asks for."""
         if request.is_finished() and request.request_id in self.d.scheduler.requests:
             self.d.transport.sent.add(request.request_id)
 
     def check_end(self) -> None:
-        """Nothing of any request is left in any table; every load had a verdict."""
+        """Check that every load had a verdict, and that no table holds any request."""
         for _ in range(5):
             self.p.step()
             self.d.step(self.p)
@@ -419,7 +419,7 @@ def _begin_alike(payload: KVChecksumPayload, prompt: list[int]) -> bool:
 
 
 def run_batch(seed: int, number: int) -> Tally:
-    """One drawn pair of instances and its loads."""
+    """Draw a pair of instances, and run its loads."""
     with conv_layout("DS"):  # the only one that NIXL transfers
         pair = Pair(seed, number)
         for wave in range(WAVES):

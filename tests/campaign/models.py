@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Drawn model layouts: KV cache groups, how an instance splits and stores them."""
+"""Draw model layouts: KV cache groups, and how an instance splits and stores them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STATE_PADDING = 16
 
 @dataclass(frozen=True)
 class Split:
-    """How an instance splits a model and lays out its caches."""
+    """An instance's split of a model, and the layout of its caches."""
 
     tp: int
     pp: int
@@ -54,7 +54,7 @@ class Split:
     conv_layout: str
 
     def stage(self, index: int, layers: int) -> int:
-        """The PP stage of a group's layer number `index`."""
+        """Return the PP stage of a group's layer number `index`."""
         return index * self.pp // layers
 
 
@@ -94,7 +94,7 @@ class Attention:
         return parts * self.head_size * self.dtype.itemsize
 
     def heads_of(self, rank: int, tp: int) -> slice:
-        """The global heads that a TP rank holds."""
+        """Return the global heads that a TP rank holds."""
         local, replicas = max(1, self.heads // tp), max(1, tp // self.heads)
         first = rank // replicas * local
         return slice(first, first + local)
@@ -113,7 +113,7 @@ class Attention:
         return LAYOUTS[split.layout](stale).view(self.dtype)
 
     def content(self, num_tokens: int, seed: int) -> np.ndarray:
-        """KV of a request: bytes ``(layers, tokens, heads, cell)``."""
+        """Return a request's KV: bytes ``(layers, tokens, heads, cell)``."""
         random = np.random.default_rng(seed)
         elements = self.cell_bytes // self.dtype.itemsize
         shape = (len(self.layers), num_tokens, self.heads, elements)
@@ -145,7 +145,7 @@ class Attention:
         blocks[ids] = whole.transpose(0, 1, 3, 2, 4)
 
     def covered(self, cache: torch.Tensor, split: Split, num_blocks: int) -> np.ndarray:
-        """What counts: bytes ``(blocks, kernel blocks, heads, tokens, cell)``."""
+        """Return the covered bytes ``(blocks, kernel blocks, heads, tokens, cell)``."""
         return cache.view(torch.uint8).unflatten(0, (num_blocks, -1)).numpy()
 
 
@@ -177,7 +177,7 @@ class States:
         return torch.from_numpy(random.integers(-128, 128, shape, np.int8))
 
     def content(self, num_tokens: int, seed: int) -> list[Any]:
-        """A request's states, unsharded, by layer."""
+        """Return a request's states, unsharded, by layer."""
         return [
             states.unsharded(self._states, [seed, n]) for n in range(len(self.layers))
         ]
@@ -204,7 +204,7 @@ Group = Attention | States
 
 
 def conv_layout(layout: str) -> AbstractContextManager[object]:
-    """VLLM's functions for states ask one place for the conv state's layout."""
+    """Set the conv states' layout in the one place that vLLM's functions ask."""
     return patch.object(mamba_utils, "get_conv_state_layout", lambda: layout)
 
 
@@ -233,12 +233,12 @@ BLOCK_SIZES = (
 
 
 def compared_size(p_size: int, d_size: int) -> int:
-    """Tokens that are compared as one, for block sizes one of which fits the other."""
+    """Return the tokens that are compared as one, if one block size fits the other."""
     return max(16 if size % 16 == 0 else size for size in (p_size, d_size))
 
 
 def draw_model(random: Generator) -> list[Group]:
-    """The KV cache groups of a model; layer numbers are spread over groups."""
+    """Return a model's KV cache groups; layer numbers are spread over groups."""
     families = FAMILIES[random.integers(len(FAMILIES))]
     numbers = random.permutation(60)[: 4 * len(families)]
     heads = int(2 ** random.integers(4))
@@ -265,7 +265,7 @@ def draw_model(random: Generator) -> list[Group]:
 
 
 def draw_splits(random: Generator) -> tuple[Split, Split]:
-    """How P and D split it."""
+    """Draw how P and D split the model."""
     sizes = BLOCK_SIZES[random.integers(len(BLOCK_SIZES))]
 
     def split(block_size: int) -> Split:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draws models, requests and damage from a seed and prints the table of outcomes.
+"""Draw models, requests and damage from a seed, and print the table of outcomes.
 
 Depth *blocks*: real checksum workers of P and D and the real code for verdicts, no
 scheduler, many damaged blocks per load; the same bytes go through Adler-32 and
@@ -20,21 +20,23 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from rig import progress
+
 from campaign.tally import CLEAN, Tally
 
 DEPTHS = ("blocks", "loads", "tiers")
-PROGRESS_S = 10.0
+PROGRESS_S = 30.0
 
 
 @dataclass(frozen=True)
 class Goal:
-    """How much a depth runs: until so many were damaged, and so many not."""
+    """The end of a depth's run: so many damaged blocks or loads, and so many clean."""
 
     damaged: int
     clean: int
@@ -47,18 +49,18 @@ class Goal:
 
 
 def quiet() -> None:
-    """No log lines: every damaged load would be one."""
+    """Silence the log, in which every damaged load would be a line."""
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
 
 
 def start_worker() -> None:
-    """In a process of the pool: the main one decides when to stop."""
+    """Prepare a process of the pool; the main one decides when to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     quiet()
 
 
 def run_batch(depth: str, seed: int, number: int) -> Tally:
-    """One batch; the same for the same arguments, whatever ran before it."""
+    """Run one batch; it is the same for the same arguments, whatever ran before."""
     if depth == "blocks":
         from campaign import blocks
 
@@ -73,7 +75,7 @@ def run_batch(depth: str, seed: int, number: int) -> Tally:
 
 
 def tallies(depth: str, seed: int, jobs: int, pool: Executor | None) -> Iterator[Tally]:
-    """Tallies of batches 0, 1, ... in this order; in this process without a pool."""
+    """Yield tallies of batches 0, 1, ... in order; without a pool, run them here."""
     ahead: deque[Future[Tally]] = deque()
     try:
         for number in range(10**9):
@@ -93,33 +95,40 @@ def run(
     seed: int,
     goal: Goal,
     tally: Tally,
-    progress: Callable[[str], None],
     jobs: int = 1,
     pool: Executor | None = None,
 ) -> int:
     """Add batches to `tally` until the goal is reached; how many there were."""
     began = said = time.monotonic()
     number = 0
-    with closing(tallies(depth, seed, jobs, pool)) as batches:  # type: ignore[type-var]
+    with (
+        closing(tallies(depth, seed, jobs, pool)) as batches,  # type: ignore[type-var]
+        progress.bar(goal.damaged, depth, " damaged") as bar,
+    ):
         while not goal.reached(tally, depth):
             tally.add(next(batches))
             number += 1
+            done = tally.total(depth, "damaged")
+            undetected = tally.total(depth, "undetected")
+            false_alarms = tally.total(depth, "false_alarms")
+            progress.advance(
+                bar, done, undetected=undetected, false_alarms=false_alarms
+            )
             now = time.monotonic()
-            if now - said >= PROGRESS_S:
+            # The bar says the same where there is one.
+            if bar.disable and now - said >= PROGRESS_S:
                 said = now
-                done = tally.total(depth, "damaged")
                 left = (now - began) * max(0, goal.damaged - done) / max(1, done)
-                progress(
+                say(
                     f"{depth}: {done:,} of {goal.damaged:,} damaged, "
-                    f"{tally.total(depth, 'undetected'):,} undetected, "
-                    f"{tally.total(depth, 'false_alarms'):,} false alarms, "
+                    f"{undetected:,} undetected, {false_alarms:,} false alarms, "
                     f"{now - began:.0f} s, about {left:.0f} s to go"
                 )
     return number
 
 
 def report(tally: Tally, depth: str, seconds: float) -> list[str]:
-    """The table of one depth and what it comes to."""
+    """Return the table of one depth and what it comes to."""
     from campaign.blocks import OTHERS
 
     others = OTHERS if depth == "blocks" else ()
@@ -175,7 +184,7 @@ def arguments() -> argparse.Namespace:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    progress.say(line, sys.stderr)
 
 
 def main() -> int:
@@ -205,7 +214,7 @@ def main() -> int:
                     tally.add(run_batch(depth, args.seed, args.batch))
                 else:
                     batches[depth] = run(
-                        depth, args.seed, goals[depth], tally, say, args.jobs, pool
+                        depth, args.seed, goals[depth], tally, args.jobs, pool
                     )
             except KeyboardInterrupt:
                 stopped = True

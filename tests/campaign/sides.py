@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""P or D without a scheduler: real checksum workers and the real code for verdicts."""
+"""Run P or D without a scheduler: real workers, and the real code for verdicts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Side:
     def _block_tables(
         self, loads: list[Load], random: Generator
     ) -> dict[str, list[list[int]]]:
-        """Scattered blocks for every request, per group."""
+        """Return scattered blocks for every request, per group."""
         size = self.split.block_size
         need = [-(-load.num_tokens // size) for load in loads]
         self.num_blocks = sum(need) + 9
@@ -149,7 +149,7 @@ class Side:
         )
 
     def _cache_manager(self) -> SimpleNamespace:
-        """Block tables as vLLM keeps them; what is local has a hash."""
+        """Return block tables as vLLM keeps them; what is local has a hash."""
         return SimpleNamespace(
             get_block_ids=self.rows.__getitem__,
             get_blocks=lambda req_id: self.blocks[req_id],
@@ -170,7 +170,7 @@ class Side:
                         group.put(blocks, self.split, worker.rank, index, ids, content)
 
     def _kv_cache_blocks(self, load: Load) -> KVCacheBlocks:
-        """The blocks of a load that starts; those before its first token are local."""
+        """Return a load's blocks as it starts; any before its first token are local."""
         groups = []
         for group, ids in zip(self.groups, self.rows[load.req_id], strict=True):
             blocks = [KVCacheBlock(i) for i in ids]
@@ -182,7 +182,7 @@ class Side:
         return KVCacheBlocks(tuple(groups))
 
     def _sum(self, finished: set[str] | None) -> Any:
-        """One step of every worker; what the executor would hand to the scheduler."""
+        """Step every worker, and return what the executor hands the scheduler."""
         meta = self.checksums.build_checksum_meta()
         outputs = []
         for worker in self.workers:
@@ -199,7 +199,7 @@ class Side:
         )
 
     def transferred(self, load: Load, first_token: int, end: int) -> Blocks:
-        """What connectors transfer of tokens ``[first_token, end)``, per group.
+        """Return what connectors transfer of tokens ``[first_token, end)``, per group.
 
         Of a window what they clip it to, of states the running one.
         """
@@ -217,7 +217,7 @@ class Side:
         return found
 
     def send(self, loads: list[Load]) -> tuple[dict[str, Any], dict[str, Blocks]]:
-        """As producer, by request id: what its answer carries, and what was summed."""
+        """Return what a producer's answer carries and what was summed, by request."""
         requests = [
             u.Request(
                 request_id=load.req_id,
@@ -239,7 +239,7 @@ class Side:
     def load(
         self, loads: list[Load], params: dict[str, Any]
     ) -> tuple[dict[str, LoadVerdict], dict[str, Blocks]]:
-        """As consumer, by request id: the verdict, and what was summed."""
+        """Return, by request id, a consumer's verdict and what was summed."""
         requests = {
             load.req_id: u.Request(
                 request_id=load.req_id,
@@ -276,7 +276,7 @@ class Verdicts(dict[str, LoadVerdict]):
 
 
 def keep_verdicts(checksums: KVChecksumScheduler) -> Verdicts:
-    """What fills with every verdict from now on."""
+    """Return a list that every verdict from now on is added to."""
     verdicts = Verdicts()
     judge = checksums._judge
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Damaging loaded blocks: which kinds there are, and what of a load they changed."""
+"""Damage loaded blocks of a load, and tell what of it the damage changed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Chunk:
     compared: tuple[int, int] = (0, 2**62)
 
     def slots(self, at: int, compared: bool) -> slice:
-        """Token slots of block number `at` that count, or of them those compared."""
+        """Return the token slots of block number `at` that count, or those compared."""
         first = (self.start + at) * self.block_size
         if not compared:
             return slice(0, self.valid(at))
@@ -80,7 +80,7 @@ class Chunk:
         return slice(low, min(high, self.valid(at)))
 
     def valid(self, at: int) -> int:
-        """Tokens that count in block number `at`."""
+        """Return the tokens that count in block number `at`."""
         first = (self.start + at) * self.block_size
         return max(0, min(self.block_size, self.end - first))
 
@@ -104,7 +104,7 @@ class Target:
 
 
 def content(target: Target, chunk: Chunk, compared: bool = False) -> bytes:
-    """What counts of a chunk on all workers, in one order, or what is compared."""
+    """Return a chunk's bytes that count on all workers, or those compared."""
     parts = []
     for worker in target.workers[chunk.group]:
         for blocks in worker.covered:
@@ -153,7 +153,7 @@ def strike(
 
 
 def _run_of(chunks: list[Chunk], at: int, most: int) -> list[Chunk]:
-    """Chunks of one load and group from `at` on."""
+    """Return the chunks of one load and group from `at` on."""
     first = chunks[at]
     return [
         chunk
@@ -189,7 +189,7 @@ def _inflict(
 
 
 def _overwrite_uncovered(worker: Worker, chunk: Chunk, kind: str) -> None:
-    """Other bytes wherever nothing counts."""
+    """Write other bytes wherever nothing counts."""
     at = len(chunk.ids) - 1
     valid = chunk.valid(at)
     if kind == UNUSED and valid == chunk.block_size:

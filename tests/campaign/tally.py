@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The outcome table: damage kind by verdict, expected and seen."""
+"""Keep the table of outcomes: expected and seen verdicts by kind of damage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Row:
         return 0 if "verified" in self.expected else self.damaged["verified"]
 
     def right(self, changed: bool) -> tuple[str, ...]:
-        """Right verdicts of what the damage changed, or did not.
+        """Return the right verdicts of what the damage changed, or did not.
 
         What must be *unverified* must be so damaged or not.
         """
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def unexpected(self) -> int:
-        """All outcomes that are not the expected ones."""
+        """Return all outcomes that are not the expected ones."""
         wrong = (n for v, n in self.damaged.items() if v not in self.right(True))
         return sum(wrong) + self.false_alarms
 
@@ -129,7 +129,7 @@ class Tally:
         ]
 
     def drawn_lines(self, depth: str) -> list[str]:
-        """How often each property was drawn at a depth."""
+        """Return how often each property was drawn at a depth."""
         return [
             f"- {name}: " + "; ".join(f"{v}: {n:,}" for v, n in sorted(values.items()))
             for name, values in self.drawn.items()
@@ -137,7 +137,7 @@ class Tally:
         ]
 
     def check_lines(self, depth: str) -> list[str]:
-        """A Markdown table of the checks of one depth."""
+        """Return a Markdown table of the checks of one depth."""
         lines = [_line(["check", "held", "failed"]), _line(["---"] * 3)]
         for (where, kind), row in sorted(self.rows.items()):
             if where == depth and kind.startswith(CHECK):
@@ -146,7 +146,7 @@ class Tally:
         return lines
 
     def lines(self, depth: str, others: tuple[str, ...] = ()) -> list[str]:
-        """A Markdown table of one depth; `others` are columns of `missed_by`."""
+        """Return a Markdown table of one depth; `others` are columns of `missed_by`."""
         head = ["damage", "expected", "damaged", *VERDICTS, "without effect"]
         head += ["false alarms", *(f"missed by {o}" for o in others)]
         lines = [_line(head), _line(["---"] * len(head))]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The fault campaign: a part of it runs here, and it can fail."""
+"""Run a part of the fault campaign, and show that the campaign can fail."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ CHECKS = {
 
 @pytest.fixture(autouse=True)
 def no_log_lines(monkeypatch):
-    """For these tests alone: others read the log."""
+    """Silence the log for these tests alone: others read it."""
     monkeypatch.setattr(program.logging.getLogger("vllm"), "disabled", True)
     monkeypatch.setattr(program, "quiet", lambda: None)
 
@@ -30,7 +30,7 @@ def no_log_lines(monkeypatch):
 def run(depth, damaged, clean, seed=1):
     tally = Tally()
     goal = program.Goal(damaged, clean)
-    program.run(depth, seed, goal, tally, print)
+    program.run(depth, seed, goal, tally)
     assert tally.total(depth, "damaged") >= damaged
     assert tally.rows[depth, CLEAN].intact.total() >= clean
     return tally
@@ -82,7 +82,7 @@ def weaken(monkeypatch, spoil):
 
 
 def test_a_weak_checksum_does_not_pass(monkeypatch):
-    """Of 8 bits, it misses a damaged block in 256, and the campaign says which."""
+    """Use a checksum of 8 bits: the campaign names the block in 256 that it misses."""
 
     def keep_8_bits(rows, out):
         out &= np.uint64(255)
@@ -94,7 +94,7 @@ def test_a_weak_checksum_does_not_pass(monkeypatch):
 
 
 def test_a_checksum_of_what_does_not_count_does_not_pass(monkeypatch):
-    """One that depends on a block's id cries wolf."""
+    """Use a checksum that depends on a block's id: it raises false alarms."""
 
     def add_block_ids(rows, out):
         out += rows[0].numpy().astype(np.uint64)
@@ -107,7 +107,7 @@ def test_a_checksum_of_what_does_not_count_does_not_pass(monkeypatch):
 
 @pytest.mark.parametrize("depth", ["blocks", "loads"])
 def test_a_block_that_is_not_summed_does_not_pass(monkeypatch, depth):
-    """One block less of the last group, wherever the load still has others."""
+    """Sum one block less of the last group, wherever the load still has others."""
     found = scheduler.loaded_blocks
 
     def fewer(*args):

@@ -1,4 +1,4 @@
-"""The documents for operators: every command is run, every name exists, the rules load and fire.
+"""Test the operators' documents: every command is run, every name exists, the alert rules load and fire.
 
 Blocks that need servers are run by ``tests/e2e/test_drill_of_the_docs.py``; Mooncake's
 settings are those of the rig's servers; of the blocks that need a GPU, vLLM parses the configuration here and nothing is started.
@@ -48,7 +48,7 @@ def test_every_block_says_how_it_is_tested():
 
 @pytest.fixture
 def scratch_venv(tmp_path):
-    """An environment with an unpatched vLLM: links to this one's files."""
+    """Return an environment with an unpatched vLLM: links to this one's files."""
     subprocess.run(
         [
             sys.executable,
@@ -75,7 +75,7 @@ def scratch_venv(tmp_path):
 
 
 def checkout(target: Path) -> Path:
-    """What ``pip install .`` reads of this repository."""
+    """Return what ``pip install .`` reads of this repository."""
     root = FEATURES.parent.parent
     for name in ("vllm", "vllm_kv_checksum"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -86,7 +86,7 @@ def checkout(target: Path) -> Path:
 
 
 def test_installing_as_the_document_says(scratch_venv, tmp_path):
-    """Not from an index: what pip builds with is the test environment's own setuptools."""
+    """Install without an index: pip builds with the test environment's own setuptools."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     path = f"{scratch_venv}/bin:{environment['PATH']}"
     environment |= {"PATH": path, "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"}
@@ -107,7 +107,7 @@ def test_installing_as_the_document_says(scratch_venv, tmp_path):
 
 
 def configurations():
-    """Every ``--kv-transfer-config`` of the blocks that need a GPU."""
+    """Return every ``--kv-transfer-config`` of the blocks that need a GPU."""
     words = shlex.split(documents.script("gpu"))
     return [
         json.loads(after)
@@ -133,7 +133,7 @@ def test_the_rig_s_servers_have_the_settings_of_mooncake_that_the_document_names
 
 
 def names_in_code() -> set[str]:
-    """The samples on ``/metrics`` that `KVChecksumProm` makes."""
+    """Return the samples on ``/metrics`` that `KVChecksumProm` makes."""
     names = set()
 
     class Metric:
@@ -184,7 +184,7 @@ def test_the_tables_of_reasons_are_those_of_the_code(section, values):
 
 
 def test_the_guide_lists_why_a_store_s_loads_are_not_checked():
-    """Every text that a store's decision can give, as its source has it."""
+    """Find every text that a store's decision can give, as its source has it."""
     section = documents.GUIDE.read_text().partition("### Loads from a store")[2]
     section = section.partition("NIXL push")[0]
     said = {
@@ -248,7 +248,7 @@ def test_the_rules_load_and_fire_on_the_drills_series():
 
 
 def test_the_dashboards_queries_parse(tmp_path):
-    """As promtool does, in place of Grafana: its variables are filled in first."""
+    """Parse the queries with promtool, in place of Grafana, after filling in variables."""
     if program("promtool") is None:
         pytest.skip(HOW)
     board = json.loads((FEATURES / "kv_checksum_dashboard.json").read_text())

@@ -1,4 +1,4 @@
-"""The documents' structure: every link leads somewhere, every map and figure is the code's."""
+"""Test the documents' structure: every link leads somewhere, every map and figure is the code's."""
 
 import json
 import re
@@ -123,7 +123,7 @@ def test_the_vocabulary_has_every_term():
 
 
 def test_the_definition_is_the_code_s():
-    """The formula as it is printed, evaluated, gives `checksum_terms`."""
+    """Evaluate the printed formula: it gives `checksum_terms`."""
     text = sections(DESIGN)["The definition"]
     lines = dict(re.findall(r"^    (\w+) *= (.*?)(?:   .*)?$", text, re.MULTILINE))
     (factor,), (fold,) = (
@@ -178,7 +178,7 @@ def test_the_readme_leads_to_the_code():
 
 
 def test_the_readme_s_mismatch_is_what_the_code_says(monkeypatch):
-    """Its line, client error and metrics, made again from the values in the line."""
+    """Make its line, client error and metrics again from the values in the line."""
     shown = [text for kind, text in FENCE.findall(README.read_text()) if kind == "text"]
     line, error, counted = (text.rstrip("\n") for text in shown)
     said = re.fullmatch(

@@ -1,1 +1,1 @@
-"""End to end: real ``vllm serve`` processes and real NIXL."""
+"""Test end to end, with real ``vllm serve`` processes and real NIXL."""

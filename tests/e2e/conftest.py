@@ -1,4 +1,4 @@
-"""One fork server for every end-to-end test."""
+"""Start one fork server for every end-to-end test."""
 
 from __future__ import annotations
 

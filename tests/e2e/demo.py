@@ -1,4 +1,4 @@
-"""The demo: verified loads, injected faults, and a corruption that nobody injected.
+"""Show verified loads, injected faults, and a corruption that nobody injected.
 
 Real ``vllm serve`` processes, real NIXL over UCX on loopback. Exit status 0 only if
 every claim held.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from rig import progress
 from rig.model import tiny_qwen3
 from rig.servers import Server, retire, serving
 
@@ -22,10 +23,13 @@ from e2e import pairs  # noqa: E402
 
 MAX_TOKENS = 12
 
+CASES = {"nixl_pull": 9, "nixl_push": 7, "mooncake": 7}
+"""How many cases there are over each connector, for the bar."""
+
 
 @dataclass
 class Row:
-    """What one case showed."""
+    """The result of one case."""
 
     case: str
     policy: str
@@ -45,17 +49,19 @@ class Row:
 class Demo:
     """Runs cases and prints a row for each as soon as it is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, cases: int) -> None:
         self.began = time.monotonic()
         self.rows: list[Row] = []
+        self.bar = progress.bar(cases, "demo", "case")
 
     def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
+        """Print what happens now, with the time since the beginning."""
+        progress.say(f"[{time.monotonic() - self.began:5.0f} s] {text}")
 
     def head(self) -> None:
-        print(
-            f"{'case':<38} {'policy':<12} {'HTTP':<5} {'loads on D':<34} {'text':<11}",
-            flush=True,
+        """Print the names of the columns."""
+        progress.say(
+            f"{'case':<38} {'policy':<12} {'HTTP':<5} {'loads on D':<34} {'text':<11}"
         )
 
     def case(
@@ -85,9 +91,12 @@ class Demo:
         text = "right" if right else "wrong" if status == 200 else "error"
         row = Row(case, policy, status, verdicts, text, holds(counts, right, status))
         self.rows.append(row)
-        print(row, flush=True)
+        progress.say(row)
+        self.bar.update()
 
     def finish(self) -> int:
+        """Print what held and what did not; return the exit status."""
+        self.bar.close()
         print()
         for row in self.rows:
             mark = "holds" if row.holds else "DOES NOT HOLD"
@@ -99,7 +108,7 @@ class Demo:
 def clean_and_damaged(
     demo: Demo, p: Server, consumers: dict[str, Server], connector: str
 ) -> None:
-    """Loads as they are, loads with one bit flipped, loads without their checksums."""
+    """Show loads as they are, with one bit flipped, and without their checksums."""
     clean = [(n, 21) for n in (1, 32, 100, 300, 700, 1500)]
     n = len(clean)
     demo.case(
@@ -136,7 +145,7 @@ def clean_and_damaged(
 
 
 def vllms_own_corruption(demo: Demo, p: Server, model: Path) -> None:
-    """Block size 32 on P, 64 on D, NIXL pull: stock vLLM on CPU answers wrong tokens."""
+    """Show that stock vLLM on CPU answers wrong tokens: NIXL pull, block size 32 on P, 64 on D."""
     demo.say("block size 32 on P, 64 on D: nothing is injected from here on")
     larger = {
         mode: pairs.consumer(
@@ -166,7 +175,7 @@ def main() -> int:
     chosen = parser.parse_args().connector
     connector = pairs.CONNECTORS[chosen]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    demo = Demo()
+    demo = Demo(CASES[chosen])
     demo.say("writing a tiny model with random weights")
     model = tiny_qwen3()
     p = pairs.producer("demo-p", model, connector=connector)

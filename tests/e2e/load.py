@@ -1,4 +1,4 @@
-"""A mixed load for a P and a D: what is asked is drawn from a seed, every answer is judged."""
+"""Put a mixed load on a P and a D: requests are drawn from a seed, and every answer is judged."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Draws:
             )
 
     def _prompt(self, number: int) -> list[int]:
-        """Half of the prompts begin as others do; lengths are spread evenly over orders of magnitude."""
+        """Draw a prompt: half of them begin as others do; lengths are spread evenly over orders of magnitude."""
         draw = self._random
         length = round(LONGEST ** draw.random())
         if draw.random() < 0.5:
@@ -103,7 +103,7 @@ class Draws:
 
 @dataclass
 class Tally:
-    """What became of the requests so far. ``damaged`` counts by (kind, what its client was told)."""
+    """The outcomes of the requests so far. ``damaged`` counts by (kind, what its client was told)."""
 
     asked: Counter[str] = field(default_factory=Counter)
     answered: int = 0
@@ -121,7 +121,7 @@ class Tally:
             self.problems.append(text)
 
     def told(self, verdict: str) -> int:
-        """How many clients were told of this verdict."""
+        """Return how many clients were told of this verdict."""
         return sum(n for (_, told), n in self.damaged.items() if told == verdict)
 
 
@@ -230,7 +230,7 @@ class Clients:
                 self.tally.compared += 1
 
     def _judge_damaged(self, ask: Ask, answer: httpx.Response) -> None:
-        """A damaged load must fail, its client be told of the right verdict."""
+        """Check that a damaged load fails, and that its client is told of the right verdict."""
         told = told_of(answer)
         assert ask.fault is not None
         with self.tally.lock:
@@ -247,7 +247,7 @@ class Clients:
 
 
 def told_of(answer: httpx.Response) -> str:
-    """What an answer says of checksums: "mismatch", "not verified", or "nothing" where the request succeeded.
+    """Return what an answer says of checksums: "mismatch", "not verified", or "nothing" where the request succeeded.
 
     Raises:
         ValueError: it failed for another reason.
@@ -266,24 +266,24 @@ def told_of(answer: httpx.Response) -> str:
 
 
 def failed_stream(answer: httpx.Response) -> bool:
-    """Whether an answer is a stream that ends in an error."""
+    """Return whether an answer is a stream that ends in an error."""
     return is_stream(answer) and any(
         x.startswith('{"error"') for x in events_of(answer)
     )
 
 
 def is_stream(answer: httpx.Response) -> bool:
-    """Whether an answer is a stream of events."""
+    """Return whether an answer is a stream of events."""
     return "text/event-stream" in answer.headers["content-type"]
 
 
 def events_of(answer: httpx.Response) -> list[str]:
-    """The data of a stream's events. Text may hold what `str.splitlines` takes for the end of a line."""
+    """Return the data of a stream's events. Text may hold what `str.splitlines` takes for the end of a line."""
     return [x.removeprefix("data: ") for x in answer.text.split("\n") if x]
 
 
 def whole_text(answer: httpx.Response) -> str:
-    """The text of a completion that ended because it was as long as asked for.
+    """Return the text of a completion that ended because it was as long as asked for.
 
     Raises:
         ValueError: it failed, or ended otherwise.
@@ -298,7 +298,7 @@ def whole_text(answer: httpx.Response) -> str:
 
 
 def choices_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The parts of an answer, streamed or not."""
+    """Return the parts of an answer, streamed or not."""
     if not is_stream(answer):
         return [answer.json()["choices"][0]]
     events = events_of(answer)
@@ -308,7 +308,7 @@ def choices_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def seen(tally: Tally, kinds: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Of each kind of damage, how many clients were told of which verdict."""
+    """Return, of each kind of damage, how many clients were told of which verdict."""
     return {
         kind: {told: n for (of, told), n in sorted(tally.damaged.items()) if of == kind}
         for kind in kinds

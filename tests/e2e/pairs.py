@@ -1,4 +1,4 @@
-"""Servers of the end-to-end tests and the demo, prompts, and what is read of them."""
+"""Make the servers and prompts of the end-to-end tests and the demo, and read what the servers tell."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LENGTHS += (512, 700, 900, 1024, 1200, 1500)
 
 
 def producer(name: str, model: Any, *, on: bool = True, **kwargs: Any) -> Server:
-    """A prefill instance, with checksums unless switched off."""
+    """Return a prefill instance, with checksums unless switched off."""
     transfer = {"enable_kv_checksum": True} if on else {}
     return Server(name, "kv_producer", model=model, transfer=transfer, **kwargs)
 
@@ -68,7 +68,7 @@ def consumer(
     role: str = "kv_consumer",
     **kwargs: Any,
 ) -> Server:
-    """A decode instance with checksums on, in one of `MODES`.
+    """Return a decode instance with checksums on, in one of `MODES`.
 
     With `drill`, its connector damages the loads that `faults` names. With the role
     "kv_both" it prefills for others, too.
@@ -88,18 +88,18 @@ def consumer(
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A prompt of token ids that repeats nothing of another seed's."""
+    """Return a prompt of token ids that repeats nothing of another seed's."""
     draw = random.Random(1000 * length + seed)
     return [draw.randrange(2, 512) for _ in range(length)]
 
 
 def shared_prefix(length: int, shared: int = 320) -> list[int]:
-    """A prompt that begins with the same `shared` tokens for every length."""
+    """Return a prompt that begins with the same `shared` tokens for every length."""
     return prompt_of(shared, 77) + prompt_of(length - shared, 78)
 
 
 def every_fault() -> dict[str, str]:
-    """Faults of every kind of damage, by the beginning of the request id."""
+    """Return faults of every kind of damage, by the beginning of the request id."""
     from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
         KINDS,
         PAYLOAD_KINDS,
@@ -109,7 +109,7 @@ def every_fault() -> dict[str, str]:
 
 
 def text_of(response: httpx.Response) -> str:
-    """The completion's text.
+    """Return the completion's text.
 
     Raises:
         httpx.HTTPStatusError: the server answered with an error.
@@ -119,7 +119,7 @@ def text_of(response: httpx.Response) -> str:
 
 
 def loads(server: Server) -> dict[str, int]:
-    """How many loads had each verdict, as ``/metrics`` tells."""
+    """Return how many loads had each verdict, as ``/metrics`` tells."""
     return _loads(server.metrics())
 
 
@@ -129,13 +129,13 @@ def _loads(page: Samples) -> dict[str, int]:
 
 
 def unverified(server: Server, reason: str) -> int:
-    """How many loads were unverified for this reason."""
+    """Return how many loads were unverified for this reason."""
     name = "vllm:kv_checksum_unverified_loads_total"
     return int(server.metric(name, reason=reason))
 
 
 def skipped_groups(server: Server) -> dict[str, int]:
-    """How many KV cache groups are not checked, by reason; reasons of none left out."""
+    """Return how many KV cache groups are not checked, by reason; reasons of none left out."""
     return {
         dict(labels)["reason"]: int(value)
         for (name, labels), value in server.metrics().items()
@@ -144,7 +144,7 @@ def skipped_groups(server: Server) -> dict[str, int]:
 
 
 def error_of(response: httpx.Response) -> str:
-    """What a failed request's client reads, plain or in a stream."""
+    """Return what a failed request's client reads, plain or in a stream."""
     if "text/event-stream" not in response.headers["content-type"]:
         return str(response.json()["error"]["message"])
     events = [x.removeprefix("data: ") for x in response.text.splitlines() if x]
@@ -155,13 +155,13 @@ def error_of(response: httpx.Response) -> str:
 def reference_texts(
     server: Server, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[str]:
-    """What a single instance answers, without any transfer."""
+    """Return what a single instance answers, without any transfer."""
     return [text_of(server.completions(p, max_tokens)) for p in prompts]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What came of one request that was prefilled on P and decoded on D.
+    """The outcome of one request that was prefilled on P and decoded on D.
 
     Attributes:
         answer: D's answer.
@@ -217,7 +217,7 @@ def _counters(d: Server) -> dict[str, int]:
 
 
 def given_up(d: Server) -> int:
-    """How many loads Mooncake gave up, as D's log tells.
+    """Return how many loads Mooncake gave up, as D's log tells.
 
     On a busy machine its engine fails a transfer now and then (it returns -1). Then
     vLLM fails or recomputes the load, and nothing is there to be judged.
@@ -249,12 +249,12 @@ def ask_anew(
 
 
 def prompts_of(length: int, seed: int) -> list[list[int]]:
-    """Prompts for `ask_anew` where what was recomputed must not be found again."""
+    """Return prompts for `ask_anew` where what was recomputed must not be found again."""
     return [prompt_of(length, seed + 1_000_003 * n) for n in range(5)]
 
 
 def assert_late_fault_is_recomputed(p: Server, d: Server, max_tokens: int) -> None:
-    """A load that `LATE_FAULT` damages, then the same prompt's second turn."""
+    """Check a load that `LATE_FAULT` damages, then the same prompt's second turn."""
     for attempt, prompt in enumerate(prompts_of(450, 61)):
         second = prompt + prompt_of(90, 62)
         request_id = f"late-{attempt}"
@@ -278,7 +278,7 @@ def assert_late_fault_is_recomputed(p: Server, d: Server, max_tokens: int) -> No
 def assert_followers_are_right(
     p: Server, d: Server, request_id: str, seed: int, max_tokens: int, good: int = 0
 ) -> None:
-    """A load that D damages and serves, then five requests that share its prefix.
+    """Check a load that D damages and serves, then five requests that share its prefix.
 
     D is fail-open. Of the damaged load, the next request may find the first `good`
     tokens in D's prefix cache, and nobody may answer from the others.
@@ -288,7 +288,7 @@ def assert_followers_are_right(
     def asked_for(
         prompt: list[int], request_id: str | None = None
     ) -> tuple[Asked, bool]:
-        """What came of it, and whether the answer is that of a single instance."""
+        """Return what came of a request, and whether the answer is that of a single instance."""
         right = likelihoods(p.completions(prompt, max_tokens, logprobs=1))
         asked, text = ask_anew(p, d, [prompt] * 5, max_tokens, request_id, logprobs=1)
         found = likelihoods(asked.answer)
@@ -306,13 +306,13 @@ def assert_followers_are_right(
 
 
 def likelihoods(response: httpx.Response) -> list[float]:
-    """The log-probability of each token of a completion."""
+    """Return the log-probability of each token of a completion."""
     choice = response.raise_for_status().json()["choices"][0]
     return [float(x) for x in choice["logprobs"]["token_logprobs"]]
 
 
 def pending_loads(server: Server) -> int:
-    """How many loads wait for their end."""
+    """Return how many loads wait for their end."""
     sizes = server.checksum_tables().items()
     return sum(n for name, n in sizes if name.endswith("KVChecksumScheduler._recvs"))
 
@@ -326,7 +326,7 @@ def wait(holds: Callable[[], bool], what: str, timeout: float = 60) -> None:
 
 
 def external_tokens(server: Server) -> int:
-    """How many prompt tokens came from another instance, as vLLM counts them."""
+    """Return how many prompt tokens came from another instance, as vLLM counts them."""
     return _external_tokens(server.metrics())
 
 

@@ -1,4 +1,4 @@
-"""Soak: a mixed load over NIXL pull for a long time, with a share of its transfers damaged.
+"""Run a mixed load over NIXL pull for a long time, with a share of its transfers damaged.
 
 Real ``vllm serve`` processes P and D, real NIXL over UCX on loopback. D fails loads that
 it cannot verify (fail-closed, policy "fail"), so that every verdict reaches a client. At
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rig import verdicts
+from rig import progress, verdicts
 from rig.forkserver import ForkServer
 from rig.memory import Sampler, Trend, trend
 from rig.model import CACHE, tiny_qwen3
@@ -49,7 +49,7 @@ until it is full): without that, what grows is the servers' own."""
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run. With ``control`` checksums are off, nothing is damaged, and growth alone is measured."""
+    """The settings of one run. With ``control`` checksums are off, nothing is damaged, and growth alone is measured."""
 
     minutes: float = 30
     share: float = 0.02
@@ -78,11 +78,11 @@ class Soak:
 
     @property
     def tally(self) -> Tally:
-        """What became of the requests."""
+        """Return what became of the requests."""
         return self._clients.tally
 
     def run(self) -> list[str]:
-        """Run; return what did not hold."""
+        """Run the soak, and return what did not hold."""
         for n in range(3):
             warm = pairs.prompt_of(90 + n, self.settings.seed)
             prefill_decode(self.p, self.d, warm, 2).raise_for_status()
@@ -110,18 +110,23 @@ class Soak:
 
     def _watch(self, sampler: Sampler) -> None:
         """Report until the time is over or a server is gone."""
-        end = self._began + 60 * self.settings.minutes
+        seconds = 60 * self.settings.minutes
         next_row = self._began
-        while (now := time.monotonic()) < end:
-            gone = [x.name for x in (self.p, self.d) if not x.alive()]
-            if gone:
-                self.tally.problem(f"{' and '.join(gone)} ended")
-                return
-            if now >= next_row:
-                next_row = now + self.settings.report_every_s
-                self._report(sampler)
-                self._write(sampler)
-            time.sleep(0.5)
+        with progress.bar(round(seconds), "soak", "s") as bar:
+            while (now := time.monotonic()) < self._began + seconds:
+                gone = [x.name for x in (self.p, self.d) if not x.alive()]
+                if gone:
+                    self.tally.problem(f"{' and '.join(gone)} ended")
+                    return
+                if now >= next_row:
+                    next_row = now + self.settings.report_every_s
+                    self._report(sampler)
+                    self._write(sampler)
+                requests = self.tally.asked.total()
+                problems = len(self.tally.problems)
+                told = dict(requests=requests, problems=problems)
+                progress.advance(bar, round(now - self._began), **told)
+                time.sleep(0.5)
         self._report(sampler)
 
     def _report(self, sampler: Sampler) -> None:
@@ -141,8 +146,8 @@ class Soak:
         }
         self._rows.append({**row, "rss_kib": last})
         rss = ", ".join(f"{k} {v / 1024:.0f}" for k, v in sorted(last.items()))
-        print("; ".join(f"{k} {v}" for k, v in row.items()), flush=True)
-        print(f"    RSS in MiB: {rss}", flush=True)
+        progress.say("; ".join(f"{k} {v}" for k, v in row.items()))
+        progress.say(f"    RSS in MiB: {rss}")
 
     def _judge_loads(self, before: verdicts.Loads) -> None:
         """Compare D's counters with what clients were told and what the drill did."""
@@ -183,7 +188,7 @@ class Soak:
         self._end["left as they were by the drill"] = len(left)
 
     def _judge_starts(self, started: int) -> None:
-        """Every request that D answered began with a load, as some part of a prompt is never found locally."""
+        """Check that every answered request began with a load: some part of a prompt is never found locally."""
         tally = self.tally
         told = tally.answered + sum(tally.damaged.values())
         if not told <= started <= told + tally.left_d:
@@ -194,7 +199,7 @@ class Soak:
         self._end["loads started"] = started
 
     def _judge_tables(self, before: list[dict[str, int]], timeout: float = 60) -> None:
-        """Tables must become what they were; requests that clients left may take their time."""
+        """Check that tables become what they were; requests that clients left may take their time."""
         deadline = time.monotonic() + timeout
         while grown := self._grown_tables(before):
             if time.monotonic() > deadline:
@@ -240,7 +245,7 @@ class Soak:
 def lines_of(
     samples: dict[str, list[tuple[float, int, int]]], minutes: float
 ) -> dict[str, Trend]:
-    """By process and measure, the trend of the last two thirds; not of a process that ended before."""
+    """Return the trend of the last two thirds, by process and measure; not of a process that ended before."""
     lines = {}
     for name, found in samples.items():
         late = [sample for sample in found if sample[0] >= minutes / 3]
@@ -252,13 +257,13 @@ def lines_of(
 
 
 def grows(line: Trend, minutes: float) -> bool:
-    """Whether a process grew by more than `FLAT`, beyond doubt, in a run that is long enough to tell."""
+    """Return whether a process grew by more than `FLAT`, beyond doubt, in a run that is long enough to tell."""
     certain = line.slope > 2 * line.error
     return minutes >= JUDGED_FROM_MINUTES and certain and line.growth > FLAT
 
 
 def told(line: Trend) -> str:
-    """A trend in words."""
+    """Return a trend in words."""
     return (
         f"{line.mean / 1024:.1f} MiB, slope {line.slope:+.1f} +- {line.error:.1f} "
         f"KiB/min over {line.minutes:.1f} min ({100 * line.growth:+.2f}%)"
@@ -272,7 +277,7 @@ def run(
     results: Path | None = None,
     forks: ForkServer | None = None,
 ) -> Soak:
-    """Start P and D, run, stop them. What did not hold is in the result's ``tally.problems``."""
+    """Start P and D, run, and stop them. What did not hold is in the result's ``tally.problems``."""
     common: dict[str, Any] = {
         "dtype": "float32",
         "env": SERVERS,

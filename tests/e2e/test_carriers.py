@@ -1,4 +1,4 @@
-"""Each carrier over its real library: clean, corrupt, lost payloads, every damage, many at once.
+"""Test each carrier over its real library: clean, corrupt, lost payloads, every damage, many at once.
 
 The servers are forked from one process that imported vLLM (rig only).
 """
@@ -55,7 +55,7 @@ def p(carrier, common):
 
 @pytest.fixture(scope="module")
 def consumers(carrier, common, p):
-    """By mode, a consumer that damages chosen loads."""
+    """Yield a consumer that damages chosen loads, by mode."""
     servers = {
         mode: pairs.consumer(
             f"e2e-{carrier}-{mode}", tiny_qwen3(), mode, faults=FAULTS, **common
@@ -67,7 +67,7 @@ def consumers(carrier, common, p):
 
 
 def ask(p, d, length, seed, request_id):
-    """D's answer, what a single instance answers, and what D counted."""
+    """Return D's answer, what a single instance answers, and what D counted."""
     prompts = pairs.prompts_of(length, seed)
     asked, expected = pairs.ask_anew(p, d, prompts, MAX_TOKENS, request_id)
     return asked.answer, expected, asked.counted
@@ -124,7 +124,7 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
 
 
 def transfers(server):
-    """How many NIXL made, as the connector's own statistics tell."""
+    """Return how many transfers NIXL made, as the connector's own statistics tell."""
     return server.metric("vllm:nixl_xfer_time_seconds_count")
 
 
@@ -160,7 +160,7 @@ def test_later_requests_do_not_answer_from_a_damaged_load(consumers, p):
 
 
 def test_requests_that_wait_behind_a_damaged_load_are_right(carrier, common, p):
-    """D has room for one of them at a time; all have come before the damaged load ends."""
+    """Ask for more than D has room for: all requests have come before the damaged load ends."""
     shared = pairs.prompt_of(200, 62)
     asked = {"zero_block-first": shared}
     asked |= {f"behind-{n}": shared + pairs.prompt_of(10 * n, 63) for n in range(5)}
@@ -221,12 +221,12 @@ def all_have_come(p, d, asked):
 
 
 def waiting(server):
-    """How many requests do not run yet."""
+    """Return how many requests do not run yet."""
     return server.metric("vllm:num_requests_waiting")
 
 
 def test_a_request_to_be_loaded_and_sent_on_is_an_ordinary_load(carrier, consumers, p):
-    """A router or a client that merges parameters asks D for both."""
+    """Ask D for both, as a router or a client that merges parameters does."""
     if carrier == "mooncake":
         pytest.skip("vLLM's Mooncake consumer ends in an assertion of its own")
     both = {"do_remote_decode": True}
@@ -254,7 +254,7 @@ def other_prompts(server):
 def test_what_p_answered_for_another_prompt_is_a_mismatch(
     carrier, consumers, p, shorter
 ):
-    """A router that hands one request's parameters to another."""
+    """Hand one request's parameters to another, as a faulty router does."""
     for mode, d in consumers.items():
         prompts = pairs.prompts_of(200 - shorter, 70 + shorter)
         request_id = f"swapped-{mode}-{shorter}"
@@ -294,7 +294,7 @@ def test_one_request_of_two_prompts_shares_one_answer(carrier, consumers, p):
 
 
 def test_two_hundred_at_once_and_nothing_stays(carrier, common):
-    """In float32: texts are compared, and batches of other sizes round otherwise."""
+    """Serve in float32: texts are compared, and batches of other sizes round otherwise."""
     model, name = tiny_qwen3("float32"), f"e2e-{carrier}-many"
     same = {"dtype": "float32", "args": MANY, **common}
     p = pairs.producer(f"{name}-p", model, **same)

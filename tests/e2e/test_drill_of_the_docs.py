@@ -1,4 +1,4 @@
-"""The drill of docs/features/kv_checksum.md as it stands there: its servers, commands and expected output.
+"""Follow the drill of docs/features/kv_checksum.md as it is written: servers, commands and expected output.
 
 Where there is a Prometheus, it scrapes D and the alerts of the document fire. Rig only: the servers are
 forked, and the connector is told that KV lies in host memory.
@@ -26,7 +26,7 @@ RULES = documents.FEATURES / "kv_checksum_alerts.yaml"
 
 @pytest.fixture(scope="module")
 def drill(forks):
-    """P and D with the configurations of the document's drill."""
+    """Yield P and D with the configurations of the document's drill."""
     (block,) = [b for b in documents.blocks("bash", "gpu") if "FaultDrill" in b.text]
     words = shlex.split(block.text)
     settings = [
@@ -50,7 +50,7 @@ def drill(forks):
 
 @pytest.fixture
 def alerts(drill, tmp_path):
-    """A Prometheus that has seen D before the drill, or None."""
+    """Yield a Prometheus that has seen D before the drill, or None."""
     if program("prometheus") is None:
         yield None
         return

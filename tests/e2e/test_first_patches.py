@@ -1,4 +1,4 @@
-"""The first pull request: the patches up to NIXL pull are whole by themselves.
+"""Test the first pull request: the patches up to NIXL pull are whole by themselves.
 
 No later patch is there: the damage comes from a connector of the rig.
 """

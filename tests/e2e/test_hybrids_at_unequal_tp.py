@@ -1,4 +1,4 @@
-"""Hybrids of states and attention whose two sides split them over unequally many TP ranks.
+"""Test hybrids of states and attention between sides of unequal TP sizes.
 
 Each pair of servers takes both sides in turn: what is prefilled on two ranks is decoded on
 one, and the reverse. Over NIXL, by pull and by push.
@@ -25,7 +25,7 @@ DIRECTIONS = [(2, 1), (1, 2)]
 
 @dataclass(frozen=True)
 class Hybrid:
-    """How a hybrid is served, and which KV cache groups hold what.
+    """A hybrid's settings, and what each of its KV cache groups holds.
 
     Attributes:
         states: the groups of state layers.
@@ -42,7 +42,7 @@ class Hybrid:
 
     @property
     def faults(self) -> dict[str, dict[str, object]]:
-        """One bit, by the beginning of the request id."""
+        """Return faults of one bit, by the beginning of the request id."""
         return {
             "state-": {"kind": "bit_flip", "group": self.states[0]},
             "attention-": {"kind": "bit_flip", "group": self.attention},
@@ -105,7 +105,7 @@ def split(request, forks):
 
 
 def mismatch_of(d, request_id):
-    """The one line of D's log that tells of this request's mismatch."""
+    """Return the one line of D's log that tells of this request's mismatch."""
     (line,) = [
         x
         for x in d.log_text().splitlines()
@@ -157,7 +157,7 @@ def test_vllms_own_corruption_of_replicated_b_and_c_is_a_mismatch(
 
 
 def test_served_as_loaded_that_corruption_changes_the_text(forks, one_group):
-    """What the mismatches are for: without checksums, or fail-open, answers are wrong."""
+    """Show what the mismatches are for: fail-open, or without checksums, answers are wrong."""
     p = one_group.of[2]
     name = "granite4_h"
     d = server(forks, name, one_group.carrier, 1, "fail-open", "kv_consumer")

@@ -1,4 +1,4 @@
-"""Processes killed while loads are in flight: errors in time, nothing verified that was not, nothing that stays.
+"""Kill processes while loads are in flight: clients get errors in time, nothing is verified wrongly, nothing stays.
 
 The servers are forked from one process that imported vLLM (rig only). Loads are held in
 flight by stopping P, which must answer D's reads.
@@ -13,6 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
 from rig import processes
 from rig.model import tiny_qwen3
@@ -55,7 +56,7 @@ def producer(name, model, common, side_channel, port=None):
 
 
 class NotInFlight(Exception):
-    """Some load had ended before P was stopped: nothing can be seen of its end."""
+    """Raised if some load had ended before P was stopped: nothing can be seen of its end."""
 
 
 def until_in_flight(run):
@@ -114,7 +115,7 @@ def loads_in_flight(p, *consumers):
 
 
 def status(answer: Future[httpx.Response]) -> int:
-    """An answer's HTTP status; 0 for a connection that was cut."""
+    """Return an answer's HTTP status; 0 for a connection that was cut."""
     try:
         return answer.result(BOUND_S).status_code
     except httpx.TransportError:
@@ -122,7 +123,7 @@ def status(answer: Future[httpx.Response]) -> int:
 
 
 def check(p, d, name, seed):
-    """A clean load is verified and answered rightly; a damaged one is refused as D's policy says."""
+    """Check that a clean load is verified and answered rightly, and a damaged one refused as D's policy says."""
     before = pairs.loads(d)
     for kind, length in (("clean", 200), ("flip", 201)):
         prompt = pairs.prompt_of(length, seed)
@@ -137,8 +138,8 @@ def check(p, d, name, seed):
     assert counted == {"verified": 1, "mismatch": 1, "unverified": 0}
 
 
-def worker_of(server: Server, name: str) -> processes.Process:
-    """The worker that writes to the server's log under this name."""
+def worker_of(server: Server, name: str) -> psutil.Process:
+    """Return the worker that writes to the server's log under this name."""
     pids = set(re.findall(rf"\({name} pid=(\d+)\)", server.log_text()))
     (found,) = [x for x in server.family() if str(x.pid) in pids]
     return found
@@ -244,7 +245,7 @@ def test_mooncake_master_under_load(model, common, tmp_path):
         )
 
         def ask_both(seed):
-            """A's answer, which A computes and stores, and B's."""
+            """Return A's answer, which A computes and stores, and B's."""
             prompt = pairs.prompt_of(200, seed)
             first = pairs.text_of(a.completions(prompt, MAX_TOKENS))
             time.sleep(0.3)

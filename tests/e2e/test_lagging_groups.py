@@ -1,4 +1,4 @@
-"""A hybrid of states, a window and full attention whose groups lag behind each other on D.
+"""Test a hybrid of states, a window and full attention whose groups lag behind each other on D.
 
 D holds the whole prefix of a second prompt in full attention, and nothing of it in the
 window's group or as a state. NIXL loads what each group lacks: of the window's group it
@@ -76,6 +76,6 @@ def test_a_block_that_a_lagging_group_alone_loads_is_checked(pair):
 
 
 def block_size(server: Server) -> int:
-    """Tokens per block of attention, which vLLM sets so that a state fits into it."""
+    """Return the tokens per block of attention, which vLLM sets so that a state fits into it."""
     (line,) = [x for x in server.log_text().splitlines() if "attention block size" in x]
     return int(line.partition("attention block size to ")[2].split()[0])

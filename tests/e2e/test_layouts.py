@@ -1,4 +1,4 @@
-"""Model families beyond plain attention, between real servers over NIXL pull.
+"""Test model families beyond plain attention, between real servers over NIXL pull.
 
 Each is loaded clean under fail-closed, then with damage in its attention KV and, for
 hybrids, in its state. Hybrids at unequal TP: test_hybrids_at_unequal_tp.
@@ -28,7 +28,7 @@ DS_CONV = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 
 @dataclass
 class Family:
-    """How a family is served, and which KV cache groups hold what.
+    """A family's settings, and what each of its KV cache groups holds.
 
     Attributes:
         attention: a group of attention layers.
@@ -61,7 +61,7 @@ class Family:
 
     @property
     def faults(self) -> dict[str, dict[str, Any]]:
-        """By request id prefix; one bit each, and a state that never arrived."""
+        """Return faults by request id prefix: one bit each, and a state that never arrived."""
         faults = {"attention-": {"kind": "bit_flip", "group": self.attention}}
         if self.state is not None:
             faults["state-"] = {"kind": "bit_flip", "group": self.state}
@@ -87,7 +87,7 @@ ON_AMX = {
 
 
 def pair(forks, name, mode="fail", family=None, faults=None):
-    """A producer and a drilled consumer."""
+    """Return a producer and a drilled consumer."""
     family = family or FAMILIES[name]
     folder = tiny(name, family.dtype)
     label = f"e2e-{name}-{mode}"
@@ -157,7 +157,7 @@ def check_family(family, p, d):
 
 
 def test_later_requests_do_not_answer_from_a_damaged_window(forks):
-    """In each group in turn: of damage that was served, no other group may be found."""
+    """Damage each group in turn: after damage was served, no other group may be found either."""
     family = replace(FAMILIES["gemma3"], dtype="float32")
     fault = {"kind": "zero_block", "blocks": 4}
     faults = {f"group{g}-": {**fault, "group": g} for g in range(family.groups)}

@@ -1,4 +1,4 @@
-"""Rolling out: every pair of {stock vLLM, patched off, patched on} keeps transferring, and only on/on verifies.
+"""Test a rollout: every pair of {stock vLLM, patched off, patched on} keeps transferring, and only on/on verifies.
 
 Stock is the same vLLM with the series reverted (`rig.stock`).
 """
@@ -29,7 +29,7 @@ def stock():
 
 
 def instance(side: str, kind: str, carrier: str, forks, stock) -> Server:
-    """P or D of one kind; on: fail-open, so that unverified loads are served."""
+    """Return P or D of one kind; on: fail-open, so that unverified loads are served."""
     origin = stock if kind == "stock" else {"fork_server": forks}
     return Server(
         f"mixed-{carrier}-{side}-{kind}",

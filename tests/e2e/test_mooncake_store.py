@@ -1,4 +1,4 @@
-"""Real servers that store in, and load from, a real Mooncake store over TCP.
+"""Test real servers that store KV in a real Mooncake store over TCP, and load it from there.
 
 The servers are forked from one process that imported vLLM (rig only). Values are
 damaged by a real client of the store.
@@ -43,7 +43,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def hashes():
-    """The block hashes of a prompt, as the servers compute them."""
+    """Return the block hashes of a prompt, as the servers compute them."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -64,7 +64,7 @@ def hashes():
 
 @pytest.fixture(scope="module")
 def reference(forks, model):
-    """A single instance without a connector."""
+    """Yield a single instance without a connector."""
     common = dict(model=model, dtype="float32", fork_server=forks)
     with serving(server := Server("store-reference", None, **common)):
         yield server
@@ -81,13 +81,13 @@ class Fleet:
     b: Server
 
     def keys(self, block_hash: bytes, **which: bool) -> list[str]:
-        """The block's keys of all ranks."""
+        """Return the block's keys of all ranks."""
         return [key(self.model, rank, block_hash, **which) for rank in range(self.tp)]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def fleet(request, forks, model, tmp_path_factory):
-    """A store of its own: a master goes on giving out the memory of instances that left."""
+    """Yield instances with a store of their own: a master goes on giving out the memory of instances that left."""
     tp = request.param
     common = dict(
         model=model, dtype="float32", fork_server=forks, tp=tp, transfer=CHECKED
@@ -143,7 +143,7 @@ def flip(store, keys, other_keys):
 
 
 def other_prefix(store, keys, other_keys):
-    """An intact value of another prompt at the same position."""
+    """Put an intact value of another prompt at the same position."""
     for mine, other in zip(keys, other_keys, strict=True):
         store.replace(mine, store.get(other))
 
@@ -249,7 +249,7 @@ def random_prompt(seed, length=200):
 
 @pytest.fixture
 def other_model(tmp_path, model):
-    """A model of other layers whose values are as large, under the same name."""
+    """Return a model of other layers whose values are as large, under the same name."""
     folder = tmp_path / model.name
     folder.symlink_to(tiny_qwen3("float32", kv_heads=1, layers=8))
     return folder
@@ -336,7 +336,7 @@ def test_fail_open_a_damaged_value_is_served_once_and_never_stored(
 
 
 def assert_same_kv(value, other):
-    """All but the checksum at the end, which is of the bits, alike but for rounding."""
+    """Check that all but the checksum at the end, which is of the bits, is alike but for rounding."""
     found, wanted = (
         np.frombuffer(x[: len(x) - len(x) % 4096], np.float32) for x in (value, other)
     )
@@ -383,7 +383,7 @@ def external_tokens(server):
 
 
 def store_calls(server):
-    """Calls to the store, and keys in them, by operation, once all are counted."""
+    """Return the calls to the store, and the keys in them, by operation, once all are counted."""
     server.completions([5, 6, 7], 1).raise_for_status()
     name = "vllm:mooncake_store_operation"
     return {
@@ -432,7 +432,7 @@ def test_a_rank_that_declines_stored_checksums_declines_them_for_all(
 
 @pytest.fixture(scope="module")
 def deep_model():
-    """A model of as many layers as a model of a few billion parameters."""
+    """Return a model of as many layers as one of a few billion parameters has."""
     return tiny_qwen3("float32", heads=1, kv_heads=1, layers=36)
 
 

@@ -1,4 +1,4 @@
-"""MultiConnector over NIXL push: its settings reach the sub-connector, whose carrier brings the payload."""
+"""Test MultiConnector over NIXL push: its settings reach the sub-connector, whose carrier brings the payload."""
 
 from __future__ import annotations
 

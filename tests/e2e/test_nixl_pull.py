@@ -1,4 +1,4 @@
-"""NIXL pull: prompts of every length, aborts, unequal TP, and what vLLM itself corrupts.
+"""Test NIXL pull: prompts of every length, aborts, unequal TP sizes, and what vLLM itself corrupts.
 
 The servers are forked from one process that imported vLLM (rig only).
 """
@@ -59,7 +59,7 @@ def test_clean_loads_are_verified_and_answers_equal_a_single_instance(forks, p):
 
 
 def abort_some(p, d):
-    """Clients that leave while their KV is loaded."""
+    """Let clients leave while their KV is loaded."""
     for i, patience in enumerate((0.01, 0.02, 0.05, 0.1, 0.2, 0.3)):
         prompt = pairs.prompt_of(1400, 100 + i)
         params = prefill(p, prompt, request_id=f"abort-{i}")
@@ -79,7 +79,7 @@ def abort_some(p, d):
 
 
 def leave_while_it_loads(p, d):
-    """P is stopped, and so the load is under way when the client leaves."""
+    """Stop P, so that the load is under way when the client leaves."""
     prompt = pairs.prompt_of(100, 99)
     params = prefill(p, prompt, request_id="leaves")
     processes.send(p.family(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Proxies between P and D: one that forwards everything, one that drops what it does not know, and vllm-router."""
+"""Test proxies between P and D: one that forwards everything, one that drops unknown keys, and vllm-router."""
 
 from __future__ import annotations
 

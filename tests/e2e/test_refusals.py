@@ -1,4 +1,4 @@
-"""What fail-closed refuses ends the process: `vllm serve` is back in the shell in seconds, and says why.
+"""Test that a refusal by fail-closed ends the process: `vllm serve` returns in seconds, and says why.
 
 All at the same time. What the configuration tells is refused by plain `vllm serve`,
 nothing of it forked; what the KV cache groups tell, by servers forked from one process
@@ -82,7 +82,7 @@ def servers_of_every_refusal(store, forks):
 
 @pytest.fixture(scope="module")
 def ended(forks, tmp_path_factory):
-    """By name, each server's exit status and log, once it has ended by itself."""
+    """Yield each server's exit status and log, by name, once it has ended by itself."""
     with MooncakeStore(tmp_path_factory.mktemp("mooncake")) as store:
         servers = [x.start() for x in servers_of_every_refusal(store, forks)]
         try:

@@ -1,4 +1,4 @@
-"""A real server that offloads KV to host memory (SimpleCPUOffloadConnector).
+"""Test a real server that offloads KV to host memory (SimpleCPUOffloadConnector).
 
 Rig only: forked, and blocks are copied by memmove where vLLM would queue copies
 between device and host memory. Loads are damaged by the fault drill.

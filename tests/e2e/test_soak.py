@@ -1,4 +1,4 @@
-"""The soak, for half a minute and with many more damaged transfers.
+"""Run the soak for half a minute, with many more damaged transfers.
 
 The servers are forked from one process that imported vLLM (rig only).
 """
@@ -41,7 +41,7 @@ def test_the_slope_of_memory():
     [(0, 30, False), (4, 30, False), (6, 30, True), (-6, 30, False), (20, 9, False)],
 )
 def test_growth_by_more_than_a_hundredth_is_told(per_minute, minutes, told):
-    """10,000 KiB that become 500 more at once, and then grow."""
+    """Let 10,000 KiB become 500 more at once, and then grow."""
     samples = [
         (minute, 10_000 + (500 + per_minute * minute) * (minute > 1), 0)
         for minute in range(minutes + 1)

@@ -1,4 +1,4 @@
-"""Loads that nobody can check are counted as such, beside the ones that are verified.
+"""Test that loads which nobody can check are counted as such, beside the verified ones.
 
 The servers are forked from one process that imported vLLM (rig only). Blocks are
 offloaded by copies on the CPU, the connectors outside vLLM's tree are the rig's own.
@@ -45,7 +45,7 @@ def forget(server):
 
 
 def grown(server, before):
-    """What loads were counted since, by verdict and carrier."""
+    """Return the loads that were counted since, by verdict and carrier."""
     after = verdicts.settled(server)
     judged = {k: n - before.judged.get(k, 0) for k, n in after.judged.items()}
     assert after.started - before.started == sum(judged.values())
@@ -53,7 +53,7 @@ def grown(server, before):
 
 
 def offloading_beside_nixl(name, common, **options):
-    """A decode instance that offloads to host memory besides."""
+    """Return a decode instance that also offloads to host memory."""
     spec = {
         "spec_name": "HostOffloading",
         "spec_module_path": "kv_checksum_rig.offloading",

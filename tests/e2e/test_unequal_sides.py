@@ -1,4 +1,4 @@
-"""P and D of unequal TP and PP, and a D that holds a prefix, over push and Mooncake (pull: test_nixl_pull).
+"""Test P and D of unequal TP and PP, and a D that holds a prefix, over push and Mooncake (pull: test_nixl_pull).
 
 In float32, as bfloat16 rounding alone changes texts between TP sizes. Block sizes: vLLM itself refuses every unequal
 pair on CPU but NIXL pull from 32 to 64, which test_nixl_pull has; the real-scheduler tests cover the others.

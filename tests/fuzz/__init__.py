@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coverage-guided fuzzing of everything that clients and peers can send."""
+"""Fuzz everything that clients and peers can send, guided by coverage."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fuzz target is, and the bounds that hold for every input."""
+"""Define fuzz targets, and the bounds that hold for every input."""
 
 import logging
 import time
@@ -47,26 +47,26 @@ class Target:
         raise NotImplementedError
 
     def seeds(self) -> dict[str, bytes]:
-        """Inputs from real encoders and the ways to break them, by name."""
+        """Return inputs from real encoders and the ways to break them, by name."""
         raise NotImplementedError
 
     def long_seeds(self) -> dict[str, bytes]:
-        """Those that are too long to be kept in the repository."""
+        """Return seeds that are too long to be kept in the repository."""
         return {}
 
     def parse(self, data: bytes) -> Any:
-        """The input as nested lists, dicts and scalars, for mutation (ValueError)."""
+        """Return the input as nested lists, dicts and scalars, for mutation (ValueError)."""
         return msgspec.msgpack.decode(data)
 
     def repair(self, tree: Any) -> None:
         """Change what contradicts itself after a mutation, where decoders look."""
 
     def unparse(self, tree: Any) -> bytes:
-        """The inverse of `parse`."""
+        """Return the inverse of `parse`."""
         return msgspec.msgpack.encode(tree)
 
     def invent(self, random: Random) -> bytes | None:
-        """An input whose parts fit together as chance would not have them."""
+        """Return an input whose parts fit together as chance would not have them."""
         return None
 
 
@@ -86,7 +86,7 @@ class Lines(logging.Handler):
 
 @contextmanager
 def quiet() -> Iterator[Lines]:
-    """Nothing that vLLM logs is printed; all of it is formatted."""
+    """Print nothing that vLLM logs, but format all of it."""
     logger, lines = logging.getLogger("vllm"), Lines()
     before = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [lines], False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzz one target in this process, under atheris; started by `run`.
+"""Fuzz one target in this process, under atheris; `run` starts it.
 
 ``child.py TARGET FOLDER [libFuzzer's arguments]``. What breaks the oracle is kept in
 ``FOLDER/crashes``, one input per place in the code, and fuzzing goes on. What libFuzzer
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / ".rig/atheris"))
 
 import atheris  # noqa: E402
 import numpy as np  # noqa: E402
+import psutil  # noqa: E402
 
 from fuzz.base import Target, check, quiet  # noqa: E402
 from fuzz.mutate import mutate  # noqa: E402
@@ -96,7 +97,7 @@ class Fuzzer:
         scratch.replace(self.folder / "child.json")
 
     def mutated(self, data: bytes, max_size: int, seed: int) -> bytes:
-        """Half of all changes keep the message's form; some inputs are made anew."""
+        """Change an input: half of all changes keep the message's form, some inputs are made anew."""
         draw = random.Random(seed)
         if draw.random() < INVENTED and (invented := self.target.invent(draw)):
             return invented
@@ -160,8 +161,7 @@ def free_what_arrays_compare_to() -> None:
 
 
 def limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + SPARE_MEMORY
+    limit = psutil.Process().memory_info().vms + SPARE_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Telling what vLLM's own lines raise from what the feature's raise."""
+"""Tell exceptions of vLLM's own lines from exceptions of the feature's lines."""
 
 import traceback
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that a payload is tried on, and a load's verdict as it must be.
+"""Try payloads on loads, and tell the verdict that each must have.
 
 A real `KVChecksumScheduler` takes the load from its start to its verdict. What is fake:
 the workers' records (made here of known sums), the KV cache manager (fixed block ids)
@@ -50,7 +50,7 @@ PROMPT: list[int] = np.random.default_rng(9).integers(0, 2**18, LONG).tolist()
 
 @cache
 def values_of_tokens(group_id: int, copy: int) -> np.ndarray:
-    """What every token adds to its unit; the copies of some layers differ here."""
+    """Return each token's share of its unit's sum; the copies of some layers differ here."""
     draw = np.random.default_rng(group_id)
     found = draw.integers(0, 2**64, LONG, dtype=np.uint64)
     if copy:
@@ -60,7 +60,7 @@ def values_of_tokens(group_id: int, copy: int) -> np.ndarray:
 
 
 def unit_sums(group_id: int, size: int, num_tokens: int, copy: int = 0) -> np.ndarray:
-    """Sums of the request's units; a state is one unit, of all tokens before it."""
+    """Return sums of the request's units; a state is one unit, of all tokens before it."""
     found = values_of_tokens(group_id, copy)[:num_tokens]
     if group_id == STATE:
         return found[-1:]
@@ -77,7 +77,7 @@ SUMS = list(
 
 
 def prompt_digest(num_tokens: int) -> int:
-    """That of the first tokens of `PROMPT`."""
+    """Return the digest of the first tokens of `PROMPT`."""
     total = num_tokens + SUMS[num_tokens // 2]
     if num_tokens % 2:
         total += reference.prompt_term(num_tokens - 1, PROMPT[num_tokens - 1])
@@ -85,7 +85,7 @@ def prompt_digest(num_tokens: int) -> int:
 
 
 def inputs_digest(num_tokens: int) -> int:
-    """That of an adapter, and an image at the tokens from 40 on."""
+    """Return the digest of an adapter, and of an image at the tokens from 40 on."""
     image = b"\x91\x93\xa5image\x28\x08" if num_tokens > 40 else b"\x90"
     named = blake2b(b"\x92\xa7adapter" + image, digest_size=8)
     return int.from_bytes(named.digest(), "little")
@@ -124,18 +124,18 @@ class Case:
         return self.num_tokens + self.longer
 
     def prompt_digest(self, num_tokens: int) -> int:
-        """That of the prompt's first tokens."""
+        """Return the digest of the prompt's first tokens."""
         if self.embeds:
             return 0
         return prompt_digest(min(num_tokens, self.num_prompt_tokens))
 
     def prompt_digests(self, num_tokens: int) -> PromptDigests:
-        """What a producer says of them: of all, and of those that fill units."""
+        """Return a producer's digests of the prompt: of all, and of the tokens that fill units."""
         filled = num_tokens // 16 * 16
         return PromptDigests(self.prompt_digest(num_tokens), self.prompt_digest(filled))
 
     def is_of(self, num_tokens: int, whole: int, beginning: int) -> bool:
-        """Whether what was sent is of this prompt, or of one that it begins."""
+        """Return whether what was sent is of this prompt, or of one that it begins."""
         if num_tokens <= self.num_prompt_tokens:
             return whole == self.prompt_digest(num_tokens)
         filled = num_tokens // 16 * 16
@@ -148,7 +148,7 @@ class Case:
 
     @property
     def computes_last(self) -> bool:
-        """Whether the load's last token need not be what was loaded for it."""
+        """Return whether the load's last token need not be what was loaded for it."""
         return not self.longer and STATE not in self.groups
 
 
@@ -167,7 +167,7 @@ LONG_CASE = Case(num_tokens=LONG, tp_size=2)
 
 
 def right_payload(case: Case, num_tokens: int | None = None) -> wire.KVChecksumPayload:
-    """What a producer with blocks of 16 tokens sends."""
+    """Return the payload that a producer with blocks of 16 tokens sends."""
     num_tokens = num_tokens or case.num_tokens
     found = {}
     for group_id in case.groups:
@@ -260,7 +260,7 @@ class Load:
             self.records(case.num_tokens - fewer)
 
     def _cache_manager(self) -> SimpleNamespace:
-        """A request's blocks as vLLM holds them; those that are local have a hash."""
+        """Return a request's blocks as vLLM holds them; those that are local have a hash."""
         groups = []
         local = self.case.first_token // self.case.block_size
         for group_id in self.case.groups:
@@ -278,20 +278,20 @@ class Load:
         )
 
     def tokens(self, sent: int) -> int:
-        """Tokens that count of a load whose payload is of `sent`."""
+        """Return how many tokens of a load count, if its payload is of `sent`."""
         last = self.by_params and self.case.computes_last
         return (
             sent if last and sent + 1 == self.case.num_tokens else self.case.num_tokens
         )
 
     def units(self, group_id: int) -> tuple[int, int]:
-        """Tokens of a group's unit, and units of its block."""
+        """Return the tokens per unit of a group, and the units per block."""
         if group_id == STATE:
             return 1, 1
         return self.case.unit_size, self.case.block_size // self.case.unit_size
 
     def _starts(self) -> dict[int, int]:
-        """The first unit of every group that the connector loads."""
+        """Return the first unit of every group that the connector loads."""
         size = self.case.block_size
         local = self.case.first_token // size
         window = self.num_blocks - (-(-WINDOW_TOKENS // size) + 1)
@@ -299,7 +299,7 @@ class Load:
         return {g: starts[g] * self.units(g)[1] for g in self.case.groups}
 
     def sums(self, group_id: int, num_tokens: int) -> list[np.ndarray]:
-        """What is held of the loaded units that have tokens, per replica check."""
+        """Return the sums of the loaded units that have tokens, per replica check."""
         size, start = self.units(group_id)[0], self.starts[group_id]
         copies = [0, int(self.case.copies)][: self.case.tp_size]
         return [unit_sums(group_id, size, num_tokens, c)[start:] for c in copies]
@@ -311,7 +311,7 @@ class Load:
         return self._records[num_tokens]
 
     def _record(self, rank: int, num_tokens: int) -> KVChecksumRecord:
-        """One worker's part; of two, each also holds a copy of some layers."""
+        """Return one worker's part; of two, each also holds a copy of some layers."""
         groups = {}
         for group_id, start in self.starts.items():
             blocks = 1 if group_id == STATE else self.num_blocks
@@ -338,7 +338,7 @@ class Load:
         )
 
     def run(self, params: Any, received: bytes | None = None) -> LoadVerdict | None:
-        """Its verdict; `kept` tells how many tokens need no recompute."""
+        """Return the load's verdict; `kept` tells how many tokens need no recompute."""
         scheduler = self.scheduler
         request = u.Request(
             request_id=REQUEST,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake: a producer's response, and requests to remove blocks from the store.
+"""Fuzz Mooncake: a producer's response, and requests to remove blocks from the store.
 
 Both go through vLLM's own functions with the feature's lines in them. What is fake:
 sockets, and the store (it records what it is asked to remove).
@@ -12,7 +12,7 @@ from unittest import mock
 
 import msgspec
 import zmq
-from kv_checksum.rig.receivers import pull
+from kv_checksum.rig.receivers.mooncake import pull
 
 from vllm.distributed.kv_transfer.kv_checksum.connectors.mooncake import (
     MooncakeChecksums,
@@ -92,7 +92,7 @@ class Receiver:
         return list(pull_metas)
 
     def run(self, data: bytes) -> tuple[set[str], set[str]]:
-        """Loads that ended, and those that failed, after one response."""
+        """Return the loads that ended, and those that failed, after one response."""
         socket = Socket(data)
         with mock.patch.object(
             mooncake_connector, "make_zmq_socket", lambda *_, **__: socket
@@ -124,7 +124,7 @@ StockResponse = msgspec.defstruct(
 
 
 def sent(data: bytes) -> dict[str, bytes]:
-    """The payloads of a response, b"" for what is none, of a map no key of which
+    """Return the payloads of a response, b"" for what is none, of a map no key of which
     stands twice."""
     (field,) = [v for k, v in read(data).pairs if k == Text(b"kv_checksums")][-1:] or [
         Map([])
@@ -300,7 +300,7 @@ class Removals(Target):
         return "failed" if failed else "removed"
 
     def _wanted(self, data: bytes) -> list[str] | None:
-        """The keys that a well-formed message names."""
+        """Return the keys that a well-formed message names."""
         try:
             tree = read(data)
         except ValueError:

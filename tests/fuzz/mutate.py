@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a message that keep its form: one node of its tree becomes another.
+"""Change a message and keep its form: one node of its tree becomes another.
 
 Bytes changed at random rarely get past a decoder; these do.
 """
@@ -16,7 +16,7 @@ OTHERS = (None, True, False, 1.5, "", "r", "HB:r", b"", b"\0" * 8, [], {}, [[]])
 
 
 def mutate(tree: Any, random: Random) -> Any:
-    """`tree` with one of its nodes changed (it may be changed in place).
+    """Return `tree` with one of its nodes changed (it may be changed in place).
 
     Mostly a leaf, and one that keeps its type.
     """

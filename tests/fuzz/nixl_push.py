@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL push: completion notifs at the consumer, registrations at the producer.
+"""Fuzz NIXL push: completion notifs at the consumer, registrations at the producer.
 
 Both go through vLLM's own functions with the feature's lines in them. What is fake: the
 NIXL agent, the handshake and the topology.
@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import msgspec
-from kv_checksum.rig.receivers import PushConsumer
+from kv_checksum.rig.receivers.nixl_push import PushConsumer
 
 from vllm.distributed.kv_transfer.kv_checksum.connectors import nixl_push
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -37,7 +37,7 @@ def tree_of(data: bytes) -> Any:
 
 
 def state_of(consumer: PushConsumer) -> tuple[Any, ...]:
-    """What a consumer's worker holds after a step."""
+    """Return what a consumer's worker holds after a step."""
     return (
         sorted(consumer._recving_transfers),
         dict(consumer.consumer_notification_counts_by_req),
@@ -60,12 +60,12 @@ NAME = len(b"kv_checksums:")
 
 
 def digits(text: bytes, value: int) -> bool:
-    """Whether 8 lower-case hexadecimal digits say `value`."""
+    """Return whether 8 lower-case hexadecimal digits say `value`."""
     return text == format(value, "08x").encode()
 
 
 def long_form(data: bytes) -> tuple[bytes, bytes] | None:
-    """A long form's plain part and payload (b"" if that is damaged), read once more.
+    """Return a long form's plain part and payload (b"" if that is damaged), read once more.
 
     None if the plain part did not come through.
     """
@@ -95,7 +95,7 @@ def long_form(data: bytes) -> tuple[bytes, bytes] | None:
 
 
 class Notifs(Target):
-    """What stands behind the first two bytes of a completion notif's long form."""
+    """The bytes behind the first two of a completion notif's long form."""
 
     name = "push_notif"
     max_len = 8192
@@ -251,7 +251,7 @@ class Producer:
 
 
 class Registrations(Target):
-    """What stands behind PUSH_REG's prefix."""
+    """The bytes behind PUSH_REG's prefix."""
 
     name = "push_registration"
     of_vllm = (

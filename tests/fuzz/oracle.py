@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be said of a load: payloads read untyped, and added up token by token."""
+"""Tell which verdicts a load may have, from payloads that are read untyped and added up token by token."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from .untyped import read
 
 
 def assert_refused(verdict: LoadVerdict, data: bytes) -> None:
-    """Bytes that are no payload have nothing verified, and say why."""
+    """Check that bytes which are no payload have nothing verified, and say why."""
     try:
         tree = read(data)
     except ValueError:
@@ -36,7 +36,7 @@ def assert_refused(verdict: LoadVerdict, data: bytes) -> None:
 
 
 def assert_right(load: Load, verdict: LoadVerdict, data: bytes) -> None:
-    """The verdict on a payload is the one that follows from its bytes."""
+    """Check that the verdict on a payload is the one that follows from its bytes."""
     case = load.case
     version, body = msgspec.msgpack.decode(data)
     num_tokens, tp_size, prompt, beginning, inputs, groups = body
@@ -97,7 +97,7 @@ class Sent:
     copies: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def sums(self, begin: int, end: int) -> list[int] | None:
-        """What each copy adds up to over some tokens; None if one has no value.
+        """Return the sum of each copy over some tokens; None if one has no value.
 
         The first copy is the first.
         """
@@ -116,7 +116,7 @@ class Sent:
 def _assert_group(
     load: Load, group_id: int, theirs: Any, tokens: tuple[int, int], group: GroupVerdict
 ) -> None:
-    """One group's verdict is the one that follows.
+    """Check that one group's verdict is the one that follows.
 
     Args:
         theirs: the group in the payload, or None.
@@ -153,7 +153,7 @@ def _assert_group(
 def _chunks(
     load: Load, group_id: int, sent: Sent, ends: int, num_tokens: int
 ) -> Iterator[tuple[int, list[int], list[int]]]:
-    """What can be compared: a chunk's number, what was sent and what was loaded of it.
+    """Yield what can be compared: a chunk's number, and what was sent and loaded of it.
 
     Args:
         ends: the token behind the last that counts.
@@ -176,7 +176,7 @@ def _chunks(
 def _expected(
     load: Load, group_id: int, sent: Sent, ends: int, num_tokens: int
 ) -> GroupVerdict | None:
-    """The verdict by blocks, or None if nothing can be compared; `_chunks`' arguments."""
+    """Return the verdict by blocks, or None if nothing can be compared; `_chunks`' arguments."""
     size, per_block = load.units(group_id)
     ratio, start, end = (
         max(size, sent.size) // size,

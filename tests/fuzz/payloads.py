@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads: as bytes that a connector brought, and under a request's parameters."""
+"""Fuzz payloads: as bytes that a connector brought, and under a request's parameters."""
 
 import base64
 import json
@@ -47,7 +47,7 @@ FINGERPRINT, SIZE, START, VALUES, COPIES = range(5)
 
 
 def assert_group(group: wire.GroupChecksums, num_tokens: int) -> None:
-    """All of a decoded group is in its range."""
+    """Check that all of a decoded group is in its range."""
     assert 0 <= group.fingerprint < 2**64 and 0 < group.unit_size < 2**31
     assert group.values.dtype == np.uint64 and group.values.ndim == 1
     stop = group.start + len(group.values)
@@ -61,7 +61,7 @@ def assert_group(group: wire.GroupChecksums, num_tokens: int) -> None:
 
 
 def assert_decodes(data: bytes) -> bool:
-    """`decode` keeps its word on one input; whether it takes it."""
+    """Check what `decode` promises on one input, and return whether it takes it."""
     try:
         payload = wire.decode(data)
     except ValueError:
@@ -99,7 +99,7 @@ class Payloads(Target):
     def on_every_load(
         self, params: Any, received: bytes | None, data: bytes | None
     ) -> list[str]:
-        """Outcomes of every load, each checked.
+        """Return the outcomes of every load, each checked.
 
         Args:
             data: the bytes of the payload, or None if there are none.
@@ -186,7 +186,7 @@ class Payloads(Target):
             pass  # of another form
 
     def invent(self, random: Random) -> bytes | None:
-        """A load's payload, with few wrong values and copies that may make up for them.
+        """Return a load's payload, with few wrong values and copies that may make up for them.
 
         Cut at times, or of other units or tokens.
         """
@@ -262,7 +262,7 @@ HEAD = b"\x92\x02\x96\x64\x01\x00\x00\x00"
 
 
 def _digest(num_tokens: int) -> int:
-    """The right digest of a prompt's first tokens."""
+    """Return the right digest of a prompt's first tokens."""
     limit = LONG if 1024 < num_tokens <= LONG else TOKENS
     return LONG_CASE.prompt_digest(max(0, min(num_tokens, limit)))
 
@@ -272,7 +272,7 @@ def _digests(num_tokens: int) -> tuple[int, int]:
 
 
 def _long(copies: bytes) -> bytes:
-    """The right payload of the longest load, but for copies."""
+    """Return the right payload of the longest load, but for copies."""
     tree = msgspec.msgpack.decode(RIGHT[LONG_CASE])
     tree[1][GROUPS][FULL][COPIES] = copies
     encoded: bytes = msgspec.msgpack.encode(tree)
@@ -284,7 +284,7 @@ def _mostly(random: Random, usual: Any, *others: Any) -> Any:
 
 
 def _invented(group_id: int, num_tokens: int, random: Random) -> tuple[Any, ...]:
-    """A group of `Payloads.invent`."""
+    """Return a group of `Payloads.invent`."""
     size = 1 if group_id == STATE else _mostly(random, 16, 1, 8, 32, 48, 64)
     right, other = (unit_sums(group_id, size, num_tokens, c).tolist() for c in (0, 1))
     values, places = list(right), range(len(right))
@@ -308,7 +308,7 @@ def _invented(group_id: int, num_tokens: int, random: Random) -> tuple[Any, ...]
 
 
 def _entries(copies: bytes) -> Iterator[tuple[int, int, int]]:
-    """Entries of copies: copy, index, value; what is left over is dropped."""
+    """Return entries of copies: copy, index, value; what is left over is dropped."""
     return struct.iter_unpack("<HIQ", copies[: len(copies) // 14 * 14])
 
 
@@ -317,13 +317,13 @@ def _copies(*entries: tuple[int, int, int]) -> bytes:
 
 
 def _twice(again: bytes = b"\x00", first: bytes = b"\x00") -> bytes:
-    """The same group id two times in one map, in two forms."""
+    """Return a map that has the same group id twice, in two forms."""
     head, group = RIGHT[CASES[0]].split(b"\x81\x00", 1)
     return head + b"\x82" + first + group + again + group
 
 
 def _longer_count(head: bytes) -> bytes:
-    """A right payload whose map says its size in more bytes."""
+    """Return a right payload whose map says its size in more bytes."""
     return RIGHT[CASES[0]].replace(b"\x81\x00", head + b"\x00", 1)
 
 
@@ -354,7 +354,7 @@ def _fields(*changes: tuple[int, Any]) -> Any:
 
 
 def _units_of_8(*entries: tuple[int, int, int]) -> Any:
-    """Right values of units of 8 tokens, but for the second, and copies."""
+    """Return right values of units of 8 tokens, but for the second, and copies."""
     sums = _sums(8)
     values = sums[:8] + bytes([sums[8] ^ 1]) + sums[9:]
     return _set({SIZE: 8, VALUES: values, COPIES: _copies(*entries)})
@@ -369,7 +369,7 @@ def _wrong(data: bytes) -> bytes:
 
 
 def _error(at: int) -> int:
-    """What is missing from a unit's value after `_wrong`."""
+    """Return what is missing from a unit's value after `_wrong`."""
     right = _value(16, at)
     return right - (right ^ 1)
 
@@ -576,7 +576,7 @@ class Params(Payloads):
         return {"128k-tokens": json.dumps({KV_TRANSFER_PARAMS_KEY: text}).encode()}
 
     def parse(self, data: bytes) -> Any:
-        """The payload's own tree stands in place of its text."""
+        """Return the payload's own tree in place of its text."""
         params = json.loads(data)
         if isinstance(params, dict) and isinstance(
             text := params.get(KV_TRANSFER_PARAMS_KEY), str

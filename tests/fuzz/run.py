@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rig import progress
+
 from fuzz.targets import TARGETS, read_corpus
 
 HERE = Path(__file__).resolve().parent
@@ -42,7 +44,7 @@ def get_atheris() -> None:
 
 
 def prepare(name: str) -> tuple[Path, list[str]]:
-    """A fresh folder for one target, and the folders with inputs for it."""
+    """Return a fresh folder for one target, and the folders with inputs for it."""
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     for part in ("corpus", "crashes", "kept"):
@@ -66,22 +68,34 @@ def fuzz(name: str, seconds: float, seed: int) -> dict[str, Any]:
         "-reload=0",
     ]
     child = [sys.executable, str(HERE / "child.py"), name, str(folder)]
-    began, log = time.monotonic(), folder / "log"
+    log = folder / "log"
     with log.open("wb") as out:
         running = subprocess.Popen(
             [*child, *arguments, *inputs], stdout=out, stderr=out, cwd=folder
         )
         try:
-            while True:
-                try:
-                    code = running.wait(REPORT_EVERY_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    spent = time.monotonic() - began
-                    print(f"fuzz: {name}, {spent:.0f} s: {last_pulse(log)}", flush=True)
+            code = watch(running, name, seconds, log)
         finally:
             running.kill()
     return result_of(name, folder, code)
+
+
+def watch(
+    running: subprocess.Popen[bytes], name: str, seconds: float, log: Path
+) -> int:
+    """Tell how far a target is until its process ends; return the exit status."""
+    began = told = time.monotonic()
+    with progress.bar(round(seconds), f"fuzz: {name}", "s") as bar:
+        while True:
+            try:
+                return running.wait(1)
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            progress.advance(bar, round(now - began))
+            if now - told >= REPORT_EVERY_S:
+                told = now
+                spent = f"{now - began:.0f} s"
+                progress.say(f"fuzz: {name}, {spent}: {last_pulse(log)}")
 
 
 def last_pulse(log: Path) -> str:
@@ -90,7 +104,7 @@ def last_pulse(log: Path) -> str:
 
 
 def result_of(name: str, folder: Path, code: int) -> dict[str, Any]:
-    """The table's row, from libFuzzer's log and the child's own counts."""
+    """Return the table's row, from libFuzzer's log and the child's own counts."""
     text = (folder / "log").read_text(errors="replace")
 
     def number(pattern: str) -> int:

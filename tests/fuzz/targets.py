@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All targets, by name."""
+"""Name all targets."""
 
 import json
 from base64 import b64decode, b64encode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corpus and every input that once broke something, with the fuzzer's oracle."""
+"""Replay the corpus, and every input that once broke something, under the fuzzer's oracle."""
 
 import gc
 from collections import Counter
@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 
 @pytest.fixture(scope="module", autouse=True)
 def imports_are_no_garbage():
-    """As in vLLM's engine: what was imported takes 0.4 s of CPU to look through."""
+    """Freeze what was imported, as vLLM's engine does: it takes 0.4 s of CPU to look through."""
     gc.freeze()
     yield
     gc.unfreeze()

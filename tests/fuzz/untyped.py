@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading msgpack with nothing lost: maps as pairs, text as it lies."""
+"""Read msgpack with nothing lost: maps as pairs, text as it lies."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class Other(NamedTuple):
 
 
 class TooDeepError(ValueError):
-    """Nested deeper than `MAX_DEPTH`."""
+    """Raised for what is nested deeper than `MAX_DEPTH`."""
 
 
 class _Reader:
@@ -88,7 +88,7 @@ class _Reader:
 
 
 def read(data: bytes) -> Any:
-    """The one value that `data` holds.
+    """Return the one value that `data` holds.
 
     Raises:
         TooDeepError: nested deeper than `MAX_DEPTH`.

@@ -1,1 +1,1 @@
-"""The test rig: an environment, tiny models and real vLLM servers on a machine without a GPU."""
+"""Run real vLLM servers on a machine without a GPU: an environment, tiny models, servers."""

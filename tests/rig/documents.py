@@ -1,4 +1,4 @@
-"""The fenced blocks of the documents for operators, by the word behind their language."""
+"""Read the fenced blocks of the operators' documents, by the word behind their language."""
 
 from __future__ import annotations
 

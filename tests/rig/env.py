@@ -47,12 +47,13 @@ DEBIAN = {
     "libnuma.so.1": "libnuma1",
 }
 HEARTBEAT_S = 20.0
+"""How often a step says that it runs: in lines, as a bar's package is not installed yet."""
 
 _held: list[int] = []  # the lock's descriptor, passed on to pip
 
 
 class Stop(Exception):
-    """Ends the run with one line for the reader."""
+    """Raised to end the run with one line for the reader."""
 
 
 class Environment:

@@ -1,4 +1,4 @@
-"""Tiny models of other families than Qwen3, with real random weights, as ``rig.model`` writes them."""
+"""Write tiny models of other families than Qwen3, with real random weights, as ``rig.model`` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that imports vLLM once and forks servers from it: seconds instead of half a minute each.
+"""Fork servers from one process that has imported vLLM: seconds instead of half a minute each.
 
 The command line and the code of a forked server are those of ``vllm serve``. One thing differs, and is to be
 named where a result is quoted: worker processes are forked too, where vLLM would spawn them.

@@ -1,4 +1,4 @@
-"""Resident memory of servers over time, and how fast it grows."""
+"""Sample the resident memory of servers over time, and tell how fast it grows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from rig.servers import Server
 
@@ -29,7 +30,7 @@ class Trend:
 
     @property
     def growth(self) -> float:
-        """The line's rise over the samples' time, as a share of their mean."""
+        """Return the line's rise over the samples' time, as a share of their mean."""
         return self.slope * self.minutes / self.mean if self.mean else 0.0
 
 
@@ -61,7 +62,7 @@ class Sampler:
         self._servers, self._every_s = servers, every_s
         self._began = time.monotonic()
         self._samples: dict[str, list[tuple[float, int, int]]] = {}
-        self._names: dict[tuple[int, int], str] = {}
+        self._names: dict[psutil.Process, str] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -80,29 +81,21 @@ class Sampler:
             minute = (time.monotonic() - self._began) / 60
             for server in self._servers:
                 for process in server.family():
-                    with contextlib.suppress(OSError, KeyError):
-                        name = self._name(server, process.pid, process.started)
-                        rss, pss = _resident(process.pid)
+                    with contextlib.suppress(psutil.Error):
+                        name = self._name(server, process)
+                        used = process.memory_full_info()
                         kept = self._samples.setdefault(name, [])
-                        kept.append((minute, rss, pss))
+                        kept.append((minute, used.rss // 1024, used.pss // 1024))
             self._ended.wait(self._every_s)
 
-    def _name(self, server: Server, pid: int, started: int) -> str:
+    def _name(self, server: Server, process: psutil.Process) -> str:
         """Name a process by its server and title; a number tells apart those of one title."""
-        known = self._names.get((pid, started))
+        known = self._names.get(process)
         if known is None:
-            title = Path(f"/proc/{pid}/comm").read_text().strip()
-            prefix = f"{server.name} {title}"
+            prefix = f"{server.name} {process.name()}"
             same = collections.Counter(
                 x.partition("#")[0] for x in self._names.values()
             )
             known = f"{prefix}#{same[prefix] + 1}" if same[prefix] else prefix
-            self._names[pid, started] = known
+            self._names[process] = known
         return known
-
-
-def _resident(pid: int) -> tuple[int, int]:
-    """Return a process's RSS and PSS in KiB."""
-    rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    fields = {row.split(":")[0]: int(row.split()[1]) for row in rows}
-    return fields["Rss"], fields["Pss"]

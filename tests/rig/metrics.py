@@ -1,4 +1,4 @@
-"""A page of /metrics, all of one moment."""
+"""Read a page of /metrics, all of one moment."""
 
 from __future__ import annotations
 

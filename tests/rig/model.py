@@ -1,4 +1,4 @@
-"""Tiny models with real random weights, written once into the rig's cache, without any download.
+"""Write tiny models with real random weights, once, into the rig's cache, without any download.
 
 vLLM's dummy weights are so small that the output hardly depends on the KV cache; these are large enough that
 a changed block changes the text.

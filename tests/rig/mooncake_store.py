@@ -1,4 +1,4 @@
-"""A real ``mooncake_master`` over TCP, instances that store in it, and a client that looks into it."""
+"""Run a real ``mooncake_master`` over TCP, instances that store in it, and a client that looks into it."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class MooncakeStore:
 
     @property
     def address(self) -> str:
-        """Host and port of the master."""
+        """Return the host and port of the master."""
         return f"{HOST}:{self._port}"
 
     @property
     def environment(self) -> dict[str, str]:
-        """What an instance's processes read of the store from their environment."""
+        """Return what an instance's processes read of the store from their environment."""
         return {"MOONCAKE_CONFIG_PATH": str(self._config), "MC_FORCE_TCP": "1"}
 
     def kill_master(self) -> None:

@@ -1,4 +1,4 @@
-"""``make mutants``: one-line breaks of the feature, each with the tests that ought to see it.
+"""Break the feature one line at a time, and run the tests that ought to see it (``make mutants``).
 
 The breaks are data (``tests/v1/kv_connector/unit/kv_checksum/data/mutants.toml``), chosen for what they mean in service, and
 located by module, function and text. A break is made in memory, as the module is imported
@@ -24,6 +24,7 @@ from pathlib import Path
 import tomllib
 import torch
 
+from rig import progress
 from rig.mutating.change import changed_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,16 +159,19 @@ def _outcomes(
     chosen: list[Mutant], jobs: int, timeout: float
 ) -> Iterator[tuple[Mutant, tuple[str, str]]]:
     began = time.monotonic()
-    with ThreadPoolExecutor(jobs) as pool:
+    with (
+        ThreadPoolExecutor(jobs) as pool,
+        progress.bar(len(chosen), "mutants", "mutant") as bar,
+    ):
         runs = {pool.submit(run, mutant, timeout): mutant for mutant in chosen}
         for number, ended in enumerate(as_completed(runs), 1):
             mutant, outcome = runs[ended], ended.result()
             left = (time.monotonic() - began) / number * (len(chosen) - number)
-            print(
+            progress.say(
                 f"{number}/{len(chosen)} {mutant.id} {outcome[0]} {outcome[1]} "
-                f"(about {left:.0f} s to go)",
-                flush=True,
+                f"(about {left:.0f} s to go)"
             )
+            bar.update()
             yield mutant, outcome
 
 

@@ -7,6 +7,7 @@ it; everything else (torch, Triton's interpreter, NIXL) stays the environment's.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,14 @@ def pip(*arguments: str) -> None:
     subprocess.run(command, check=True, env=child_environment())
 
 
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("version", help="of vLLM, as 0.32.0")
+    build(parser.parse_args().version)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    build(sys.argv[1])
+    main()

@@ -1,4 +1,4 @@
-"""Finding and ending everything that a server started, whatever process group it moved to."""
+"""Find and end everything that a server started, whatever process group it moved to."""
 
 from __future__ import annotations
 
@@ -8,68 +8,43 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 
-@dataclass(frozen=True)
-class Process:
-    """A process, told from a later one with the same number by its start time."""
-
-    pid: int
-    started: int
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What /proc/PID/stat says."""
-
-    state: str
-    parent: int
-    session: int
-    process: Process
-
-
-def _table() -> dict[int, _Row]:
-    """Return every process of the machine."""
-    rows = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = (
-                (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            )
-            process = Process(int(entry.name), int(fields[19]))
-            rows[process.pid] = _Row(fields[0], int(fields[1]), int(fields[3]), process)
-    return rows
-
-
-def family(leader: int, known: set[Process] | None = None) -> set[Process]:
+def family(leader: int, known: Iterable[psutil.Process] = ()) -> set[psutil.Process]:
     """Return the living processes of the leader's session, of ``known``, and all their descendants."""
-    table = _table()
-    remembered = known or set()
-    found = {
-        pid
-        for pid, row in table.items()
-        if pid == leader or row.session == leader or row.process in remembered
-    }
-    grew = True
-    while grew:
-        children = {pid for pid, row in table.items() if row.parent in found} - found
-        found |= children
-        grew = bool(children)
-    return {table[pid].process for pid in found if table[pid].state not in "ZX"}
+    found = {process for process in known if process.is_running()}
+    found |= {p for p in psutil.process_iter() if leader in (p.pid, _session(p.pid))}
+    for process in list(found):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(process.children(recursive=True))
+    return {process for process in found if _lives(process)}
 
 
-def send(targets: set[Process], number: signal.Signals) -> None:
+def _session(pid: int) -> int | None:
+    """Return the session of a process, which psutil does not tell."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Tell whether a process runs; one that only waits to be reaped does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() not in ENDED
+    return False
+
+
+def send(targets: Iterable[psutil.Process], number: signal.Signals) -> None:
     """Signal each process that is still the one meant."""
-    table = _table()
     for target in targets:
-        row = table.get(target.pid)
-        if row is not None and row.process == target:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(target.pid, number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            target.send_signal(number)
 
 
 def end(leader: int, polite_s: float) -> None:
@@ -96,8 +71,11 @@ def guard(leader: int) -> subprocess.Popen[bytes]:
 
     It waits for its standard input to close; kill it once the family has been ended otherwise.
     """
+    # Without site: what .pth files import would make it large and slow.
+    packages = str(Path(psutil.__file__).parents[1])
     return subprocess.Popen(
-        [sys.executable, "-S", "-E", str(Path(__file__).resolve()), str(leader)],
+        [sys.executable, "-S", str(Path(__file__).resolve()), str(leader)],
+        env={**os.environ, "PYTHONPATH": packages},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

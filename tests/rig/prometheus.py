@@ -1,4 +1,4 @@
-"""Debian's Prometheus, where there is one: ``promtool`` and a server that scrapes instances and evaluates rules."""
+"""Run Debian's Prometheus, where there is one: ``promtool``, and a server that scrapes and evaluates the rules."""
 
 from __future__ import annotations
 

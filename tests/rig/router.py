@@ -1,4 +1,4 @@
-"""The ``vllm-router`` of the package index between a P and a D of NIXL."""
+"""Run the package index's ``vllm-router`` between a P and a D of NIXL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router does between P and D, per connector: who is asked when, and with which parameters."""
+"""Do a router's part between P and D, per connector: whom it asks when, and with which parameters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _one_by_one(
     merged: Params,
     body: Params,
 ) -> httpx.Response:
-    """NIXL: hand everything that P returned to D. Push mode matches the two by their equal X-Request-Id."""
+    """Hand everything that P returned to D (NIXL). Push mode matches the two by their equal X-Request-Id."""
     params = {**prefill(p, prompts[0], request_id=shared), **merged}
     return d.completions(prompts[1], max_tokens, params, request_id=shared, **body)
 
@@ -75,7 +75,7 @@ def _at_once(
     merged: Params,
     body: Params,
 ) -> httpx.Response:
-    """Mooncake: ask P and D at the same time, with one transfer id; P's bootstrap server tells its engine id."""
+    """Ask P and D at the same time, with one transfer id (Mooncake); P's bootstrap server tells its engine id."""
     ask_p, ask_d = mooncake_params(p)
     answers: list[httpx.Response] = []
     prefilling = threading.Thread(

@@ -1,4 +1,4 @@
-"""Real ``vllm serve`` processes, started in parallel, asked over HTTP, and ended with nothing left behind."""
+"""Start real ``vllm serve`` processes in parallel, ask them over HTTP, and end them with nothing left behind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import httpx
+import psutil
 
 from rig import processes, verdicts
 from rig.forkserver import ForkedProcess, ForkServer
@@ -182,7 +183,7 @@ class Server:
 
     @property
     def checks_loads(self) -> bool:
-        """Whether KV checksums are on."""
+        """Return whether KV checksums are on."""
         on = self.transfer_config().get("enable_kv_checksum", False)
         return self.role is not None and on is True
 
@@ -237,15 +238,13 @@ class Server:
         """Tell whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
-    def family(
-        self, known: set[processes.Process] | None = None
-    ) -> set[processes.Process]:
+    def family(self, known: Iterable[psutil.Process] = ()) -> set[psutil.Process]:
         """Return the server's living processes, with those of ``known`` that live, whoever their parent is now."""
         if self._process is None:
             return set()
         return processes.family(self._process.pid, known)
 
-    def kill(self, victims: set[processes.Process] | None = None) -> None:
+    def kill(self, victims: set[psutil.Process] | None = None) -> None:
         """Kill the server, or these processes of it, on purpose."""
         self.killed = True
         processes.send(victims or self.family(), signal.SIGKILL)
@@ -347,13 +346,13 @@ class Server:
         return total
 
     def _silent_processes(self, number: int) -> list[str]:
-        """Processes that did not answer question ``number`` yet and live; some end early (vLLM's model inspection)."""
+        """Return processes that live and did not answer question ``number`` yet; vLLM's model inspection ends early."""
         told = [path.name.split("-")[1] for path in self._tables.glob("process-*")]
         return [
             pid
             for pid in told
             if not (self._tables / f"{number}-{pid}.json").exists()
-            and Path(f"/proc/{pid}").exists()
+            and psutil.pid_exists(int(pid))
         ]
 
     def log_text(self) -> str:

@@ -1,4 +1,4 @@
-"""An unpatched vLLM beside the environment's patched one, made of links and of what ``vllm-kv-checksum revert`` restores."""
+"""Put an unpatched vLLM beside the environment's patched one: links, and what ``vllm-kv-checksum revert`` restores."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ CONDITIONS = digest(*TEST_PACKAGES, MODELS, sorted(SETTINGS.items()))[:8]
 
 
 class Stop(Exception):
-    """Ends the run with one line for the reader."""
+    """Raised to end the run with one line for the reader."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 OURS = str(Path(__file__).resolve().parent.parent)
 sys.path.insert(0, OURS)
-from rig import processes  # noqa: E402
+from rig import processes, progress  # noqa: E402
 
 sys.path.remove(OURS)
 
@@ -117,10 +117,12 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    for number, item in enumerate(names, 1):
-        stem, _, name = item.partition("=")
-        told = run_file(stem, name, Path(results), float(timeout))
-        print(f"[{number}/{len(names)}] {name}: {told}", flush=True)
+    with progress.bar(len(names), "vLLM's tests", "file") as bar:
+        for number, item in enumerate(names, 1):
+            stem, _, name = item.partition("=")
+            told = run_file(stem, name, Path(results), float(timeout))
+            progress.say(f"[{number}/{len(names)}] {name}: {told}")
+            bar.update()
     # Without a look back: extensions complain of what they leak.
     os._exit(0)
 

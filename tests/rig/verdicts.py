@@ -1,4 +1,4 @@
-"""What must hold for the KV loads of every server that checks them, whatever a test is about.
+"""Check what must hold for the KV loads of every server that checks them, whatever a test is about.
 
 Every load that started ended in one way (it was judged, failed or aborted), and what was summed of it is what its
 connector was told to load. ``rig.servers.serving`` asks for both before it stops its servers.
@@ -40,17 +40,17 @@ class Loads:
 
     @property
     def under_way(self) -> int:
-        """How many loads have not ended yet."""
+        """Return how many loads have not ended yet."""
         ended = self.failed + self.aborted + sum(self.judged.values())
         return self.started - ended
 
     def of(self, verdict: str) -> int:
-        """How many loads had this verdict."""
+        """Return how many loads had this verdict."""
         return sum(n for (found, _), n in self.judged.items() if found == verdict)
 
     @property
     def summed(self) -> int:
-        """How many loads workers were asked to sum and that were judged."""
+        """Return how many loads workers were asked to sum and that were judged."""
         return sum(n for (_, by), n in self.judged.items() if by != NOT_SUMMED)
 
 

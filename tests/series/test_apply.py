@@ -1,4 +1,4 @@
-"""Applying: bit-identical back, never half, never over somebody's change."""
+"""Test applying: it reverts bit-identical, is never left half done, and never overwrites somebody's change."""
 
 import hashlib
 import os
@@ -113,7 +113,7 @@ def test_a_newer_series_replaces_an_older_one(package, feature):
 
 
 def test_runs_at_once_take_turns(package, feature, capsys):
-    """Also when the one that had the lock has just removed its file."""
+    """Take turns even when the one that had the lock has just removed its file."""
     before = snapshot(package)
     with saved.locked(package):
         run = threading.Thread(
@@ -186,7 +186,7 @@ def test_all_is_on_disk_before_the_manifest_says_so(package, feature, monkeypatc
 
 @contextmanager
 def nobody():
-    """For root, which may write everywhere, somebody who may not."""
+    """Become somebody who may not write, where root may write everywhere."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
@@ -296,7 +296,7 @@ def test_a_failure_at_any_step_leaves_the_tree_as_it_was(package, feature, act, 
 
 @pytest.mark.parametrize("act", [do_apply, do_upgrade, do_revert])
 def test_a_killed_run_is_taken_back(package, feature, act):
-    """As SIGKILL leaves it: nothing rolls back at the time."""
+    """Leave the tree as SIGKILL does: nothing rolls back at the time."""
     before = snapshot(package)
     for step in range(1, 200):
         if act is not do_apply:

@@ -1,4 +1,4 @@
-"""Edits: anchors match by syntax, exactly once, and say what they do not find."""
+"""Test edits: anchors match by syntax and exactly once, and an error names the anchor that does not fit."""
 
 import pytest
 

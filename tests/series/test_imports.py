@@ -1,4 +1,4 @@
-"""Import statements land where isort's rules want them; ruff is the judge."""
+"""Test that import statements go where isort's rules want them; ruff is the judge."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Modes and owners: what is put in is as readable as vLLM's own files, whatever the umask."""
+"""Test modes and owners: new files are as readable as vLLM's own, whatever the umask."""
 
 import importlib.util
 import os
@@ -29,7 +29,7 @@ needs_root = pytest.mark.skipif(not ROOT, reason="only root has other users at h
 
 @pytest.fixture
 def open_tmp():
-    """A folder that every user reaches, which pytest's own are not."""
+    """Yield a folder that every user reaches, which pytest's own are not."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -37,7 +37,7 @@ def open_tmp():
 
 @pytest.fixture
 def tree(open_tmp):
-    """Files of this environment's vLLM that the series edits."""
+    """Return the files of this environment's vLLM that the series edits."""
     installed, root = installer.find_package(None), open_tmp / "site" / "vllm"
     backups = installed / installer.MANIFEST_DIR / "originals"
     for module in load_series():
@@ -65,7 +65,7 @@ def command(umask: int, *arguments: str | Path) -> subprocess.CompletedProcess[s
 
 
 def modes(folder: Path) -> dict[str, tuple]:
-    """Mode, owner, group and content (or target) of everything but Python's caches."""
+    """Return mode, owner, group and content (or target) of everything but Python's caches."""
     found = {}
     for path in [folder, *sorted(folder.rglob("*"))]:
         if "__pycache__" in path.parts:
@@ -78,7 +78,7 @@ def modes(folder: Path) -> dict[str, tuple]:
 
 
 def as_nobody(check: Callable[[], object]) -> str:
-    """What goes wrong where another user runs `check`; "" for nothing."""
+    """Return what goes wrong where another user runs `check`; "" for nothing."""
     read, write = os.pipe()
     if not (child := os.fork()):
         try:
@@ -98,7 +98,7 @@ def as_nobody(check: Callable[[], object]) -> str:
 
 
 def read_and_import(root: Path) -> None:
-    """Everything is read; of the feature, modules that need nothing else are run."""
+    """Read everything, and run those of the feature's modules that need nothing else."""
     for folder, _, files in os.walk(root, onerror=_raise, followlinks=True):
         if not folder.endswith("__pycache__"):
             for name in files:
@@ -163,7 +163,7 @@ def test_root_keeps_the_owner_of_the_tree(package, feature, link):  # noqa: F811
 
 
 def test_a_removed_tree_comes_back_with_its_modes(package, feature):  # noqa: F811
-    """A failure at the end of a revert, when our folders are gone."""
+    """Fail at the end of a revert, when the feature's folders are gone."""
     installer.apply(package, series(), feature)
     (package / installer.FEATURE).chmod(0o2750)
     (package / installer.MANIFEST_DIR / "originals").chmod(0o700)
@@ -195,7 +195,7 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_status_names_what_is_closed_and_apply_opens_it(package, feature, part):  # noqa: F811
-    """As versions before left it under a strict umask."""
+    """Start from what earlier versions left under a strict umask."""
     installer.apply(package, series(), feature)
     right = {name: about[:3] for name, about in modes(package).items()}
     path = package / PARTS[part]

@@ -1,4 +1,4 @@
-"""The mutants' data fit the code, and their runner tells what was seen from what was not."""
+"""Test that the mutants' data fit the code, and that their runner tells what was seen from what was not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_no_id_stands_twice_and_what_is_left_out_has_its_reason(known):
 def test_a_mutant_that_no_test_sees_is_told_with_what_it_means(
     known, monkeypatch, capsys
 ):
-    """The same break, with the tests that see it and with others."""
+    """Run the same break with the tests that see it, and with others."""
     seen = known["U14"]
     blind = mutants.Mutant(
         **{**vars(seen), "id": "blind", "tests": ("tests/series/test_edits.py",)}

@@ -1,13 +1,15 @@
-"""The series as patches: git takes them, each stands by itself, together they are `apply`."""
+"""Test the series as patches: git takes them, each stands by itself, together they are `apply`."""
 
 import ast
 import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from kv_checksum.rig import transports
 from rig.stock import link_patched_vllm
 
 from vllm_kv_checksum import cli
@@ -63,7 +65,7 @@ def git(folder, *arguments, **kwargs):
 
 @pytest.fixture
 def repository(plan, tmp_path):
-    """A repository that holds vLLM's own files, as far as the series touches them."""
+    """Return a repository that holds vLLM's own files, as far as the series touches them."""
     for name, data in plan.originals.items():
         path = tmp_path / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,15 +116,20 @@ def test_every_module_and_test_comes_once(changes, plan):
     assert tests - brought == HERE_ALONE.keys()
 
 
-def imported_names(path: str, source: bytes):
-    """Yield (module, name) of what a file imports from the feature."""
-    for node in ast.walk(ast.parse(source, path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-            yield from ((node.module, alias.name) for alias in node.names)
+@cache
+def imported_names(path: str, source: bytes) -> list[tuple[str, str]]:
+    """Compile a file, and return (module, name) of what it imports from the feature."""
+    compile(source, path, "exec")
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(source, path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+        for alias in node.names
+    ]
 
 
 def test_each_patch_compiles_and_imports_what_is_there(changes):
-    """By their syntax: every name of the feature that a file imports is defined."""
+    """Check by syntax that every name of the feature that a file imports is defined."""
     tree: dict[str, bytes] = {}
     for patch, files in changes:
         tree |= {c.path: c.new for c in files}
@@ -134,21 +141,21 @@ def test_each_patch_compiles_and_imports_what_is_there(changes):
         for path, source in tree.items():
             if not path.startswith("vllm/"):
                 continue
-            compile(source, path, "exec")
             for module, name in imported_names(path, source):
                 assert module in modules, (patch.name, path, module)
                 if f"{module}.{name}" in modules:
                     continue
                 names = top_level_names(tree[modules[module]])
-                lazy = re.search(rf'"{name}": "([\w.]+)"', names.pop("", ""))
+                lazy = re.search(rf'"{name}": "([\w.]+)"', names.get("", ""))
                 if lazy:
                     assert f"{module}.{lazy[1]}" in modules, (patch.name, path, name)
                 else:
                     assert name in names, (patch.name, path, module, name)
 
 
+@cache
 def top_level_names(source: bytes) -> dict[str, str]:
-    """The names that a module defines or imports; under "" its text, if it is lazy."""
+    """Return the names that a module defines or imports; under "" its text, if it is lazy."""
     text = source.decode()
     found = {"": text} if "def __getattr__" in text else {}
     for node in ast.parse(text).body:
@@ -160,6 +167,23 @@ def top_level_names(source: bytes) -> dict[str, str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name: "" for alias in node.names}
     return found
+
+
+def test_each_transport_comes_with_its_connector(changes):
+    """The whole tree has them all, and tests of schedulers come with the first."""
+    assert transports.FAKES.keys() == {"pull", "push", "mooncake"}
+    brought = {
+        Path(c.path).relative_to(UNIT).as_posix(): patch.name
+        for patch, files in changes
+        for c in files
+        if Path(c.path).is_relative_to(UNIT)
+    }
+    for name in ("nixl_pull", "nixl_push", "mooncake"):
+        patch = name.replace("_", "-")
+        assert brought[f"rig/transports/{name}.py"] == patch
+    assert brought["test_scheduler.py"] == "nixl-pull"
+    assert brought["test_nixl_push.py"] == "nixl-push"
+    assert brought["test_mooncake.py"] == "mooncake"
 
 
 def test_a_folder_with_patches_and_a_bad_author_are_refused(tmp_path, capsys):
@@ -189,9 +213,29 @@ def test_each_patch_passes_its_own_tests(changes, number, tmp_path):
     run = [sys.executable, "-c", code.format(modules)]
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    tests = [c.path for c in files if Path(c.path).match(f"{UNIT}/test_*.py")]
+    # A transport's module lets tests that came with the first run over it, too.
+    bring_transports = [
+        any("/rig/transports/" in c.path for c in files) for _, files in changes
+    ]
+    own = number - 1
+    first = bring_transports.index(True) if bring_transports[own] else own
+    tests = [
+        c.path
+        for _, earlier in changes[first:number]
+        for c in earlier
+        if Path(c.path).match(f"{UNIT}/test_*.py")
+    ]
     if tests:
+        tree = tmp_path / "tree"
+        for _, earlier in changes[:number]:
+            for path in (c.path for c in earlier if c.path.startswith("tests/")):
+                tree.joinpath(path).parent.mkdir(parents=True, exist_ok=True)
+                tree.joinpath(path).write_bytes((ROOT / path).read_bytes())
+        # What vLLM's own tree has around them, as far as they need it here.
+        for name in ("pyproject.toml", "tests/conftest.py"):
+            tree.joinpath(name).write_bytes((ROOT / name).read_bytes())
         markers = "not e2e and not slow and not campaign and not upstream"
         run = [sys.executable, "-m", "pytest", "-q", "-x", "-m", markers, *tests]
-        done = subprocess.run(run, env=env, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(run, env=env, cwd=tree, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-4000:]
+        print(patch.name, done.stdout.splitlines()[-1])

@@ -1,5 +1,7 @@
-"""vLLM's own tests, and code outside it, build its objects without ``__init__`` or by stand-ins that know nothing of
-checksums. With checksums off, what the series inserts must not ask more of them than stock vLLM does.
+"""Test that objects built without ``__init__``, and stand-ins that know nothing of checksums, do with checksums off.
+
+vLLM's own tests, and code outside it, make such objects. With checksums off, what the series inserts must not ask more
+of them than stock vLLM does.
 
 vLLM's tests themselves: ``make test-upstream``.
 """
@@ -16,7 +18,7 @@ from vllm_kv_checksum.series import load_series
 
 
 def _classes_and_attributes():
-    """Class and attribute of every ``self.attribute = ...`` that the series inserts."""
+    """Yield class and attribute of every ``self.attribute = ...`` that the series inserts."""
     for module in load_series():
         name = "vllm." + module.path.removesuffix(".py").replace("/", ".")
         for edit in module.edits:

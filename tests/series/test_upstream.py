@@ -1,4 +1,4 @@
-"""vLLM's own tests that once failed on the patched tree alone; all that touch the series: ``make test-upstream``."""
+"""Run those of vLLM's tests that once failed on the patched tree alone; ``make test-upstream`` runs many more."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_a_test_that_failed_in_any_phase_did_not_pass(tmp_path):
 def test_what_passes_on_stock_alone_is_told_from_what_does_not_always_pass(
     tmp_path, monkeypatch, always
 ):
-    """Outcomes of two runs per tree; only `gone` fails in each on the patched one."""
+    """Compare two runs per tree, in which only `gone` fails twice on the patched one."""
     runs = {
         "stock": [("gone", "flaky", "other"), ("gone", "flaky")],
         "patched": [("other",), ("flaky",) if always else ("flaky", "gone")],

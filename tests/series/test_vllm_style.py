@@ -1,4 +1,4 @@
-"""The applied tree passes vLLM's own checks: what stock has, and nothing more.
+"""Test that the applied tree passes vLLM's own checks, with no finding that stock does not have.
 
 The rules are those of this project's `pyproject.toml`, which are vLLM's.
 """
@@ -40,7 +40,7 @@ def plan():
 
 @pytest.fixture(scope="module")
 def trees(plan, tmp_path_factory):
-    """The edited files as vLLM has them, and as they are applied, with the feature."""
+    """Return the edited files as vLLM has them, and as they are applied, with the feature."""
     folder = tmp_path_factory.mktemp("style")
     feature = {f"{FEATURE}/{name}": data for name, data in plan.feature.items()}
     for tree, files in {
@@ -86,7 +86,7 @@ def test_ruff_formats_nothing_anew(trees):
 
 
 def test_the_checks_do_find_something(trees):
-    """Ruff with these rules, on a file with one fault of each kind."""
+    """Run ruff with these rules on a file with one fault of each kind."""
     _, applied = trees
     bad = applied / "vllm" / "bad.py"
     bad.write_text("import zlib\nimport ast\nprint( ast,zlib )\n")

@@ -1,4 +1,4 @@
-"""Patched wheels: what they hold, that pip takes them, and what is refused."""
+"""Test patched wheels: what they hold, that pip takes them, and what is refused."""
 
 import base64
 import csv
@@ -26,7 +26,7 @@ TOOL = "vllm/tool"
 
 @pytest.fixture
 def few_edits(monkeypatch):
-    """The first modules of the series only, where it does not matter which."""
+    """Use the first modules of the series only, where it does not matter which."""
     monkeypatch.setattr(cli, "load_series", lambda: load_series()[:2])
 
 
@@ -36,7 +36,7 @@ def row(name: str, data: bytes) -> str:
 
 
 def make_wheel(folder: Path, version: str = VERSION, damaged: bool = False) -> Path:
-    """A wheel of those files of the installed vLLM that the series edits."""
+    """Return a wheel of those files of the installed vLLM that the series edits."""
     package = installer.find_package(None)
     backups = package / installer.MANIFEST_DIR / "originals"
     files = {"vllm/_version.py": f'__version__ = "{VERSION}"'.encode(), TOOL: b"#!\n"}
@@ -67,7 +67,7 @@ def patch(base: Path, folder: Path, *more: str) -> int:
 
 
 def check_record(wheel: Path) -> None:
-    """RECORD lists every file of the wheel once, with its hash and size."""
+    """Check that RECORD lists every file of the wheel once, with its hash and size."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         record = next(n for n in names if n.endswith(".dist-info/RECORD"))
@@ -81,7 +81,7 @@ def check_record(wheel: Path) -> None:
 
 
 def check_installed(wheel: Path, target: Path, capsys) -> None:
-    """The wheel is one that pip takes and `status` knows it, and there is no way back but vLLM's own wheel."""
+    """Check that pip takes the wheel and `status` knows it, and that only vLLM's own wheel leads back."""
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps"]
     command = [*pip, "--no-compile", "--target", str(target), str(wheel)]
     subprocess.run(command, check=True, capture_output=True)
@@ -193,7 +193,7 @@ def test_an_output_is_never_overwritten(tmp_path, capsys, few_edits):
 
 @pytest.mark.slow
 def test_the_real_wheel(tmp_path, capsys):
-    """Also: in less memory than its largest file takes."""
+    """Patch it in less memory than its largest file takes."""
     folder = CACHE / "official"
     if not list(folder.glob(f"vllm-{OFFICIAL}-*.whl")):
         pip = [sys.executable, "-m", "pip", "download", "--no-deps"]

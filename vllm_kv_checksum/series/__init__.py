@@ -46,6 +46,9 @@ class Patch:
         return [m for s in self.steps for m in import_module(f"{__name__}.{s}").MODULES]
 
 
+_TRANSPORTS = "tests/v1/kv_connector/unit/kv_checksum/rig/transports"
+"""Modules that tests find by themselves, one for each connector that is there."""
+
 PATCHES = (
     Patch("replicated-indexer", ("models",)),
     Patch("mamba-state-splits", ("mamba",)),
@@ -80,13 +83,24 @@ PATCHES = (
         feature=("metrics.py", "naming.py", "scheduler/", "verdict.py"),
     ),
     Patch("metrics", ("metrics",)),
-    Patch("nixl-pull", ("nixl_pull",)),
+    Patch(
+        "nixl-pull",
+        ("nixl_pull",),
+        files=(f"{_TRANSPORTS}/nixl_pull.py",),
+    ),
     Patch(
         "nixl-push",
         ("nixl_push",),
         feature=("connectors/__init__.py", "connectors/nixl_push.py"),
+        files=(f"{_TRANSPORTS}/nixl_push.py",),
     ),
-    Patch("mooncake", ("mooncake",), feature=("connectors/mooncake.py",)),
+    Patch(
+        "mooncake",
+        ("mooncake",),
+        feature=("connectors/mooncake.py",),
+        tests=("machinery",),
+        files=(f"{_TRANSPORTS}/mooncake.py",),
+    ),
     Patch(
         "mooncake-store",
         ("mooncake_store",),

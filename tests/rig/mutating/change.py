@@ -1,4 +1,4 @@
-"""Where a mutant stands in a module's source, and the source with it."""
+"""Find a mutant's place in a module's source, and return the source with the change."""
 
 import ast
 

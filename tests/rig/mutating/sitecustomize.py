@@ -1,4 +1,4 @@
-"""Loads one module with one line changed, in every process that has this folder on ``PYTHONPATH``.
+"""Load one module with one line changed, in every process that has this folder on ``PYTHONPATH``.
 
 ``KV_CHECKSUM_MUTANT`` names a JSON file: the module, the function, the text before and after. The module's file
 stays as it is; who asks for its source (Triton does) gets the changed one, too.

@@ -1,1 +1,1 @@
-"""Rig-only adjustments: loaded by vLLM and Triton through entry points, part of no product."""
+"""Adjust vLLM and Triton for the rig alone: they load this through entry points, and no product contains it."""

@@ -1,4 +1,4 @@
-"""NIXL connectors that lose or damage the first block of a KV cache group, after the transfer and before anybody looks at it.
+"""Lose or damage the first block of a KV cache group in NIXL connectors, between the transfer and the first look at it.
 
 Which block that is, they take from what NIXL was told to transfer, not from what is summed. For
 ``kv_connector_extra_config``: ``{"lost_block": {"group": 2, "prefix": "lost-"}}`` names the group and what the client's
@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.kv_checksum_rig")
 
 
 class _LosesABlock:
-    """Comes before a NIXL connector; worker side."""
+    """A mixin for the worker side of NIXL connectors: loses or damages a block."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Note the group's layers."""
@@ -65,8 +65,8 @@ class _LosesABlock:
 
 
 class LossyNixlConnector(_LosesABlock, NixlPullConnector):
-    """NIXL pull."""
+    """NIXL pull that loses or damages a block."""
 
 
 class LossyNixlPushConnector(_LosesABlock, NixlPushConnector):
-    """NIXL push."""
+    """NIXL push that loses or damages a block."""

@@ -1,4 +1,4 @@
-"""Connectors outside vLLM's tree that load in the very step that uses what they load.
+"""Load KV in the very step that uses it, by connectors outside vLLM's tree.
 
 ``HostStore`` keeps the blocks of prompts in the memory of its process, by block hash. ``HostStoreWithCarrier`` says
 besides that its loads bring KV checksums, so that nothing is known of its synchronous loads before one is offered.
@@ -23,7 +23,7 @@ _stored: dict[bytes, list[torch.Tensor]] = {}
 
 @dataclass
 class Blocks(KVConnectorMetadata):
-    """What one step loads and saves: block hashes and ids."""
+    """The blocks that one step loads and saves: hashes and ids."""
 
     loads: list[tuple[bytes, int]] = field(default_factory=list)
     saves: list[tuple[bytes, int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a hybrid of states, a sliding window and full attention needs, with its prefix cache on, on a CPU.
+"""Let a hybrid of states, a sliding window and full attention run on a CPU with its prefix cache on.
 
 No tiny model has all three as transformers writes it, so Nemotron-H gets windows; and the CPU kernel of Mamba2 hands
 out no states from within a prefill, so vLLM is told so.

@@ -1,4 +1,4 @@
-"""Holds, in every step of a running server, what is summed against what is loaded.
+"""Compare, in every step of a running server, what is summed with what is loaded.
 
 Done if ``KV_CHECKSUM_RIG_LOADED=1`` is in the environment: a difference is one error line that begins with ``DIFFERS``,
 the first load that was compared one line ``COMPARED``. The unit tests' oracle tells what is loaded.

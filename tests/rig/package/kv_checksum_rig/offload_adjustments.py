@@ -1,4 +1,4 @@
-"""What vLLM's host-memory offload needs on a machine without an accelerator.
+"""Let vLLM's host-memory offload run on a machine without an accelerator.
 
 Its scheduling, hashing and caching stay as they are. Its copy engine is not there: where it would queue
 copies between device and host memory, blocks are copied by ``memmove``, because both are host memory here.

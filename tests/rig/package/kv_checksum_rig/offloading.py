@@ -1,4 +1,4 @@
-"""OffloadingConnector's CPU tier where blocks are copied without a GPU's streams.
+"""Run OffloadingConnector's CPU tier where blocks are copied without a GPU's streams.
 
 An out-of-tree spec, for ``kv_connector_extra_config``::
 

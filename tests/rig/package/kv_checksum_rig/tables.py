@@ -1,4 +1,4 @@
-"""Tells how much a running server holds for checksums, so that a test can see that nothing grows.
+"""Tell how much a running server holds for checksums, so that a test can see that nothing grows.
 
 With ``KV_CHECKSUM_RIG_TABLES=FOLDER`` in the environment, a thread of every process answers each file
 ``FOLDER/ask-N`` with ``FOLDER/N-PID.json``: the length of every container of the feature's long-lived objects and of
@@ -80,7 +80,7 @@ def _answer() -> None:
 
 
 def sizes() -> dict[str, int]:
-    """Lengths of tables and numbers of living objects, by name."""
+    """Return the lengths of tables and the numbers of living objects, by name."""
     found: dict[str, int] = {}
     for number, root in enumerate(_roots):
         held = root()

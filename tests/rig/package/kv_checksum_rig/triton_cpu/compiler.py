@@ -1,4 +1,4 @@
-"""The compiler half of the "cpu" backend: present because Triton wants one, never used."""
+"""Provide the compiler half of the "cpu" backend, which Triton wants and nobody uses."""
 
 from __future__ import annotations
 

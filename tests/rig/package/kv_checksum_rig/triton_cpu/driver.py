@@ -1,4 +1,4 @@
-"""The driver half of the "cpu" backend: never active."""
+"""Provide the driver half of the "cpu" backend, which is never active."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What holds for every test, and lines that vLLM logs."""
+"""Check what holds for every test, and collect the lines that vLLM logs."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def log():
-    """Lines that vLLM logs in this process, each after its level."""
+    """Yield lines that vLLM logs in this process, each after its level."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -25,7 +25,7 @@ def log():
 
 @pytest.fixture(autouse=True)
 def every_load_has_one_verdict():
-    """Holds for every instance of every test, whatever the test is about."""
+    """Check every instance of every test, whatever the test is about."""
     instances = sys.modules.get(f"{__package__}.rig.instances")
     if instances is None:  # no test module makes any
         yield
@@ -41,7 +41,9 @@ def model(tmp_path_factory):
     return instances.write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=["pull", "push", "mooncake"])
-def transport(request):
-    """Each P/D path, with the connector's workers faked."""
-    return request.param
+def pytest_generate_tests(metafunc):
+    """Run tests that ask for a transport over each that is here, workers faked."""
+    if "transport" in metafunc.fixturenames:
+        from .rig import transports
+
+        metafunc.parametrize("transport", transports.FAKES)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Attention caches that are not plain rows of sharded heads."""
+"""Test attention caches that are not plain rows of sharded heads."""
 
 import logging
 import sys
@@ -41,7 +41,7 @@ def uniform(specs):
 
 
 def indexer_cells(cache):
-    """Token-major ``(B, N, 132)`` of values-then-scales blocks."""
+    """Return token-major ``(B, N, 132)`` cells of values-then-scales blocks."""
     blocks, _, tokens, content = cache.shape
     flat = cache.reshape(blocks, tokens * content).numpy()
     values = flat[:, : tokens * 128].reshape(blocks, tokens, 128)
@@ -52,7 +52,7 @@ def indexer_cells(cache):
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_indexer_beside_mla_layers_is_read_token_by_token(ratio, tp):
-    """DeepSeek-V3.2's group, also with blocks cut into kernel blocks."""
+    """Read DeepSeek-V3.2's group, also with blocks cut into kernel blocks."""
     mla = MLAAttentionSpec(
         block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16
     )
@@ -126,7 +126,7 @@ def test_indexers_in_another_order_are_known_by_their_layer(
 
 @pytest.fixture
 def m3_index_cache(monkeypatch):
-    """The class of vLLM; the package around it would import torchvision."""
+    """Return the class of vLLM; the package around it would import torchvision."""
     name = "vllm.models.minimax_m3"
     package = ModuleType(name)
     package.__path__ = [str(Path(vllm.models.__path__[0]) / "minimax_m3")]
@@ -135,7 +135,7 @@ def m3_index_cache(monkeypatch):
 
 
 def m3_specs(tp, index_cache):
-    """What MiniMax-M3's layers say; the index cache's spec is asked of vLLM's class."""
+    """Return the specs of MiniMax-M3's layers; vLLM's class gives the index cache's."""
     index = index_cache.get_kv_cache_spec(
         SimpleNamespace(head_dim=16, dtype=torch.bfloat16),
         SimpleNamespace(cache_config=SimpleNamespace(block_size=16)),

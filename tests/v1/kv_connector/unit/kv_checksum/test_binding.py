@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A payload is that of one prompt: other prompts, other inputs, embeddings."""
+"""Test that a payload counts for one prompt, its inputs and its embeddings alone."""
 
 import subprocess
 import sys
@@ -229,7 +229,7 @@ def test_two_prompts_of_one_request_share_one_answer(model, transport):
 def test_other_inputs_are_unverified(
     model, transport, theirs, ours, verified, log, monkeypatch
 ):
-    """As the scheduler's requests hold them when payloads are made and compared."""
+    """Give inputs as requests hold them when payloads are made and compared."""
     p, d = pair(model, transport=transport)
     for instance, changes in ((p, theirs), (d, ours)):
         comparison = instance.scheduler.kv_checksum._comparison

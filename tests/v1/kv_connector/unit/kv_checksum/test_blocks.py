@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which blocks of a request are summed: windows, nulls, running states.
+"""Test which blocks of a request are summed: windows, nulls, running states.
 
 Where a connector clips blocks, NIXL's own scheduler-side method says which remain.
 """
@@ -61,7 +61,7 @@ def sent(specs, rows, tokens):
 
 
 def held(rows, hashed=()):
-    """A request's blocks as vLLM holds them; those of `hashed` ids are local hits."""
+    """Return a request's blocks as vLLM holds them; `hashed` ids are local hits."""
     groups = []
     for row in rows:
         blocks = [KVCacheBlock(i, is_null=i == 0) for i in row]
@@ -73,14 +73,14 @@ def held(rows, hashed=()):
 
 
 def loaded(specs, rows, hashed, tokens):
-    """What D sums, and what NIXL is told to load."""
+    """Return what D sums, and what NIXL is told to load."""
     blocks = held(rows, hashed)
     found = loaded_blocks(config_of(*specs), blocks, tokens)
     return found, nixl_clip(specs, blocks.get_unhashed_block_ids_all_groups())
 
 
 def nixl_clip(specs, rows):
-    """What NIXL keeps of a finished request's blocks."""
+    """Return what NIXL keeps of a finished request's blocks."""
     scheduler = SimpleNamespace(
         kv_cache_config=config_of(*specs),
         _is_hma_required=True,
@@ -265,7 +265,7 @@ def test_rings_are_chosen_but_no_worker_sums_them():
 @settings(max_examples=500, deadline=None)
 @given(kinds=st.lists(st.sampled_from("0hu"), max_size=9))
 def test_any_row_is_loaded_as_nixl_is_told_or_left_out(kinds):
-    """Nulls, local and loaded blocks in any order."""
+    """Draw nulls, local and loaded blocks in any order."""
     row = [0 if kind == "0" else i for i, kind in enumerate(kinds, 1)]
     hashed = {i for i, kind in enumerate(kinds, 1) if kind == "h"}
     found, nixl = loaded((u.full_spec(),), (row,), hashed, 16 * len(row))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The definition: known answers, what it sees, and what failing lanes do."""
+"""Test the definition: known answers, what it sees, and what failing lanes do."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ VECTORS = json.loads(
 
 
 def vector_blocks(case: dict, layer: int) -> np.ndarray:
-    """uint8 ``(blocks, heads, tokens, cell bytes)`` as the vectors describe."""
+    """Return uint8 ``(blocks, heads, tokens, cell bytes)`` as the vectors describe."""
     shape = case["heads"], case["block_size"], case["cell_bytes"]
     return np.stack(
         [
@@ -48,7 +48,7 @@ def vector_blocks(case: dict, layer: int) -> np.ndarray:
 
 
 def view_of(blocks: np.ndarray, layer: int) -> LayerView:
-    """A layer view of uint8 ``(blocks, heads, tokens, bytes)``."""
+    """Return a layer view of uint8 ``(blocks, heads, tokens, bytes)``."""
     content = blocks.shape[-1]
     width = next(w for w in (8, 4, 2) if content % w == 0)
     cache = torch.from_numpy(blocks.copy())
@@ -67,7 +67,7 @@ def rows_for(start: int, blocks: int, block_size: int, num_tokens: int) -> torch
 
 
 def torch_sums(case_layers: dict[int, np.ndarray], rows: torch.Tensor) -> list[int]:
-    """Per block, from `rows` of all of its units."""
+    """Return the sums per block, from `rows` of all of its units."""
     out = torch.zeros(rows.shape[1], dtype=torch.int64)
     for layer, blocks in case_layers.items():
         torch_reference.prepare([view_of(blocks, layer)])(rows, out)
@@ -94,7 +94,7 @@ def test_known_answers(case):
 
 @pytest.mark.parametrize("case", VECTORS, ids=lambda c: c["name"])
 def test_known_answers_of_a_worker(case):
-    """Latents of so many bytes; a worker's sums of units add up to the answers."""
+    """Sum latents of so many bytes: a worker's sums of units add up to the answers."""
     size, width = case["block_size"], case["cell_bytes"] // 2
     spec = MLAAttentionSpec(
         block_size=size,
@@ -218,7 +218,7 @@ LANE_FAULTS = {
 
 @pytest.fixture(scope="module")
 def bf16_blocks() -> np.ndarray:
-    """uint64 ``(4000, words)``: random normal bf16 KV, one head's block each."""
+    """Return uint64 ``(4000, words)``: random normal bf16 KV, one head's block each."""
     torch.manual_seed(0)
     values = torch.randn(4000, 16 * 32).to(torch.bfloat16)
     return values.view(torch.int64).numpy().view(np.uint64)

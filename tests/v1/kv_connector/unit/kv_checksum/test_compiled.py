@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The kernel's machine code for GPUs that are not here."""
+"""Test the kernel's machine code for GPUs that are not here."""
 
 import json
 import os
@@ -17,7 +17,7 @@ MAX_INSTRUCTIONS_PER_PIECE = 21
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A process of its own: Triton decides at import time whether it interprets."""
+    """Run a process of its own: Triton decides at import whether it interprets."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(
@@ -54,5 +54,5 @@ def test_few_instructions_per_piece(report):
 
 
 def test_one_variant_per_layer_shape(report):
-    """Whatever the layer, the number of rows, and where they and the sums lie."""
+    """Compile once, whatever the layer, the rows, and where they and the sums lie."""
     assert report["variants"] == {"one shape": 1, "two shapes": 2}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Settings, refusals and counters."""
+"""Test settings, refusals and counters."""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""On a CUDA GPU: the kernel's values, and sums that reach the host in order.
+"""Test, on a CUDA GPU, the kernel's values and that sums reach the host in order.
 
 The kernel's tests need torch and Triton alone; the worker's need vLLM.
 """
@@ -68,7 +68,7 @@ def scheduled():
 
 @needs_vllm
 def test_sums_are_copied_after_they_are_made_and_before_later_writes(worker_and_cache):
-    """`finalize` on another thread while the stream is busy, as in an executor."""
+    """Call `finalize` on another thread while the stream is busy, as executors do."""
     from .rig import caches as u
 
     worker, cache, on_device = worker_and_cache

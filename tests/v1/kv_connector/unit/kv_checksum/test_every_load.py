@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every load that starts ends as exactly one thing, whoever brings it and however.
+"""Test that every load that starts has exactly one end, whoever brings it and however.
 
 The fixture in `conftest` adds the counters up after each test; these tests bring about
 each kind of end, and hold what is counted against what the client and the connector
@@ -62,7 +62,7 @@ class BringingLater(Bringing):
 
 
 class BringingWithCarrier(Bringing):
-    """It says that it carries checksums, and loads in the step that uses them."""
+    """A connector that claims to carry checksums, and loads in the step itself."""
 
     def kv_checksum_carrier(self, request, receiving):
         from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
@@ -71,7 +71,7 @@ class BringingWithCarrier(Bringing):
 
 
 class Bring:
-    """In place of its workers: what started is finished in the same step."""
+    """A stand-in for its workers: what started is finished in the same step."""
 
     carrier = None
     connector = ""
@@ -157,7 +157,7 @@ def test_loads_in_the_step_that_uses_them(model, mode, log):
 
 @pytest.mark.parametrize("by", ["invalid_block_ids", "failed_recving"])
 def test_a_load_in_the_step_that_uses_it_may_fail_too(model, by):
-    """As its connector reports it: that is neither verified nor unverified."""
+    """Report a failure as its connector does: it is neither verified nor unverified."""
     d = instance_of(model, BringingWithCarrier, policy="recompute")
     d.add("r", rig.tokens(100), None, max_tokens=2)
     output = d.schedule()
@@ -216,7 +216,7 @@ def test_loads_from_a_decode_instance(model, mode):
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "inside another"])
 def test_a_stored_mismatch_names_the_store(model, wrapped, log):
-    """Case 12: behind MultiConnector, the one that served it."""
+    """Name the store that served the load, behind MultiConnector, too (case 12)."""
     store.STORE.clear()
     settings = one = dict(
         kv_connector="MemoryStoreConnector",
@@ -316,7 +316,7 @@ def test_workers_do_not_get_the_payload_s_text(model, size):
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_steps_that_decode_look_at_no_request(model, transport, role):
-    """Case 20: whether their KV was sent, loaded, or neither."""
+    """Look at none, whether their KV was sent, loaded, or neither (case 20)."""
     p, d = rig.pair(model, transport=transport)
     prompts = [rig.tokens(100, seed) for seed in range(3)]
     if role == "kv_producer":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every order of events, up to a number of unusual ones, around one or two loads.
+"""Test every order of events, up to a number of unusual ones, around one or two loads.
 
 What is real and which orders there are is said in `rig.orders.walk`. In each: one
 verdict, failure or abort per load, and the counters say so; what is summed is what is

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The drill: each damage changes exactly what it says, and nothing starts unasked."""
+"""Test the drill: damage changes exactly what it says, and nothing starts unasked."""
 
 import random
 from collections import Counter
@@ -51,7 +51,7 @@ def token_major(x):
 
 
 def kernel_blocks(x):
-    """Two kernel blocks per block, head-major each."""
+    """Return two kernel blocks per block, head-major each."""
     b, h, n, c = x.shape
     split = x.view(b, h, 2, n // 2, c).transpose(1, 2).contiguous()
     return split.view(2 * b, h, n // 2, c)
@@ -63,7 +63,7 @@ def join_kernel_blocks(cache):
 
 
 def transpose_keys(x):
-    """What vLLM's CPU attention keeps: keys [elements, tokens], then values."""
+    """Return cells as CPU attention has them: keys [elements, tokens], then values."""
     keys, values = x[..., :HEAD_SIZE], x[..., HEAD_SIZE:]
     parts = [keys.transpose(-1, -2).flatten(2), values.flatten(2)]
     return torch.cat(parts, dim=-1).view(x.shape)
@@ -96,7 +96,7 @@ class Layers(list):
             self.append(LayerCache(cache, NUM_BLOCKS, self.transposed))
 
     def logical(self) -> torch.Tensor:
-        """A copy as ``(layers, blocks, H, tokens, elements)`` integers."""
+        """Return a copy as ``(layers, blocks, H, tokens, elements)`` integers."""
         return torch.stack([self.unpack(x.cache.view(torch.int16)) for x in self])
 
 
@@ -113,7 +113,7 @@ def load_of(layers, **changes) -> LoadedBlocks:
 
 
 def expected(kind: str, kv: torch.Tensor) -> torch.Tensor:
-    """What `kind` makes of ``(layers, blocks, H, tokens, elements)``, hand-written."""
+    """Return `kind` of ``(layers, blocks, H, tokens, elements)``, hand-written."""
     old, new = kv, kv.clone()
     half = HEAD_SIZE
     a, b, c = IDS
@@ -266,7 +266,7 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(layers, kind, changes):
 
 @pytest.mark.parametrize(("tokens", "cell"), [(16, 10), (4, 16)])
 def test_lanes_need_words_of_8_bytes(tokens, cell):
-    """Two heads of fp8 with 5 elements, or a block of 8 words."""
+    """Try two heads of fp8 with 5 elements, and a block of 8 words."""
     cache = torch.randint(0, 256, (NUM_BLOCKS, 2, tokens, cell), dtype=torch.uint8)
     load = LoadedBlocks([LayerCache(cache, NUM_BLOCKS)], [3], 0, tokens)
     with pytest.raises(NotApplicable):
@@ -403,15 +403,15 @@ def drilled_pair(stack: ExitStack, model, transport: str):
     return p, d
 
 
-@pytest.mark.parametrize("transport", ["pull", "push"])
-def test_every_kind_of_damage_has_its_verdict(model, transport):
+@pytest.mark.parametrize("path", ["pull", "push"])
+def test_every_kind_of_damage_has_its_verdict(model, path):
     """Load through the drill's own two sides, over the real NIXL.
 
     D asks itself in every step whether it sums what it loads, and `conftest` at the
     end whether each load was counted once.
     """
     with ExitStack() as stack:
-        p, d = drilled_pair(stack, model, transport)
+        p, d = drilled_pair(stack, model, path)
         expected = Counter()
         for seed, kind in enumerate(["clean", *KINDS, *PAYLOAD_KINDS]):
             prompt = rig.tokens(300, seed)

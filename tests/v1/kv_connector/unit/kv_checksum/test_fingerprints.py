@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Fingerprints: which layers a group's sums are of, and how their bytes are read."""
+"""Test fingerprints: which layers a group's sums cover, and how bytes are read."""
 
 import hashlib
 from dataclasses import replace
@@ -54,7 +54,7 @@ def worker_of(
     order=None,
     **tp,
 ):
-    """A worker of one layer, which it asks as `create_kv_checksum_worker` does."""
+    """Return a worker of a layer, asked as by `create_kv_checksum_worker`."""
     name, cache = u.names(number)[0], u.random_cache(8, spec)
     layer = SimpleNamespace(
         kv_cache_dtype=cache_dtype, get_attn_backend=lambda: backend
@@ -202,7 +202,7 @@ def test_head_sizes_of_keys_and_of_values_count(sizes):
 
 
 def verdict_of(p, d):
-    """D's verdict of a load of 57 tokens from P, by their workers alone."""
+    """Return D's verdict of a load of 57 tokens from P, by their workers alone."""
     blocks = KVChecksumBlocks(57, {0: (1, [5, 2, 7])})
     checks = []
     for side in (p, d):

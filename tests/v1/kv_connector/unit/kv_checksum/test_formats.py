@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is asked of vLLM's layers: backend, variant of CPU attention, cache dtype."""
+"""Test what vLLM's layers are asked: backend, CPU attention's variant, cache dtype."""
 
 from types import SimpleNamespace
 

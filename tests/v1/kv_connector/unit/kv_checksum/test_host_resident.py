@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""HiSparse: caches in host memory beside an indexer, as vLLM plans and allocates them.
+"""Test HiSparse: caches in host memory beside an indexer, as vLLM plans and allocates.
 
 What is fake: the host pool is ordinary memory, and the workers' executor.
 """
@@ -29,7 +29,7 @@ BLOCKS = KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (1, [5, 2, 7])})
 
 
 def planned(config):
-    """VLLM's groups of sparse latents and their indexers; as many host blocks."""
+    """Return vLLM's groups of sparse latents and indexers; as many host blocks."""
     latents = MLAAttentionSpec(
         block_size=16,
         num_kv_heads=1,
@@ -53,7 +53,7 @@ def planned(config):
 
 
 def allocated(config, plan):
-    """The caches that vLLM makes of a plan, with random bytes."""
+    """Return the caches that vLLM makes of a plan, with random bytes."""
     pool = SimpleNamespace(allocate=lambda size: torch.empty(size, dtype=torch.int8))
     caches = binding.allocate_hisparse_kv_caches(
         plan,
@@ -69,7 +69,7 @@ def allocated(config, plan):
 
 
 def hisparse(model, connector="NixlConnector", **settings):
-    """A configuration, vLLM's plan for it, its caches and a worker over them."""
+    """Return a configuration, vLLM's plan for it, its caches and a worker over them."""
     settings = {**STORES.get(connector, {}), **settings}
     config = rig.vllm_config(
         model, "kv_both", kv_connector=connector, **rig.NO_LEDGER, **settings

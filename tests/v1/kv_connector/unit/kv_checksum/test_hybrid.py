@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Real schedulers of P and D with a group of states beside attention, or alone."""
+"""Test real schedulers of P and D with a group of states beside attention, or alone."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from .rig.hybrid import STATE_LAYERS, pair
 
 @pytest.fixture(autouse=True)
 def conv_layout(monkeypatch):
-    """NIXL transfers states in this layout alone."""
+    """Set the conv states' layout that NIXL transfers: the only one."""
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whatever sums layers gives the definition's bits: PyTorch, numba, Triton.
+"""Test that every backend gives the definition's bits: PyTorch, numba, Triton.
 
 Without a GPU the Triton kernel runs in Triton's interpreter.
 """
@@ -44,7 +44,7 @@ def prepare(request):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_definitions_value(prepare, shape, layout):
-    """Whole, partial and empty blocks."""
+    """Sum whole, partial and empty blocks."""
     cells = random_cells(*shape)
     rows = rows_for(shape[2])
     assert run(prepare, [view(cells, layout(cells))], rows) == expected(cells, rows)
@@ -60,7 +60,7 @@ def test_large_factors(prepare):
 
 
 def test_a_token_in_several_views(prepare):
-    """Values of a block, then its scales, as a sparse indexer keeps them."""
+    """Keep a block's values before its scales, as a sparse indexer does."""
     cells = random_cells(4, 1, 16, 132)
     stored = torch.cat([cells[..., :128].flatten(1), cells[..., 128:].flatten(1)], 1)
     words = stored.contiguous().view(torch.int32)
@@ -76,7 +76,7 @@ def test_a_token_in_several_views(prepare):
 
 
 def test_rows_side_by_side(prepare):
-    """A state's rows in the last dim: heads are neighbours, pieces lie apart."""
+    """Keep a state's rows in the last dim: heads are neighbours, pieces lie apart."""
     cells = random_cells(4, 37, 1, 6)
     stored = cells.view(torch.int16).view(4, 37, 3).transpose(1, 2).contiguous()
     blocks = stored.transpose(1, 2).view(4, 1, 37, 1, 3)

@@ -223,7 +223,7 @@ def test_a_bad_block_fails_once(model, how, mode, limits):
 
 
 def test_other_bits_of_the_same_prefix_are_right_too(model, how):
-    """Computed twice, with other bits; the tier holds the first."""
+    """Compute the prefix twice, with other bits; the tier holds the first."""
     d = make(model, **how)
     d.ask("first", PROMPT)
     d.evict()

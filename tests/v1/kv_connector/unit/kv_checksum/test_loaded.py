@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is summed is what the connector loads, group by group, however groups lag.
+"""Test that each group sums what its connector loads, however far groups lag.
 
 `Instance.schedule` holds it against the connector's own metadata in every step; these
 tests bring about the loads in which groups differ, and damage what the metadata names.
@@ -25,7 +25,7 @@ CLOSED = dict(kv_checksum_fail_closed=True)
 
 @pytest.fixture(autouse=True)
 def conv_layout(monkeypatch):
-    """The only one that NIXL transfers."""
+    """Set the conv states' layout that NIXL transfers: the only one."""
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
 
 
@@ -85,7 +85,7 @@ KINDS = {
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prefixes_and_evictions(model, kind, seed, transport):
-    """Few blocks, so that groups lose their prefixes apart from each other."""
+    """Use few blocks, so that groups lose their prefixes apart from each other."""
     make, both, p_settings, d_settings = KINDS[kind]
     p = make(model, "kv_producer", transport=transport, **both, **p_settings)
     d = make(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every kind of fault of the machinery, alone and with all others, on every carrier.
+"""Test each kind of fault of the machinery, alone and with all, on every carrier.
 
 What a run asserts is said in `rig.faults.machinery`, which also runs more of them.
 """

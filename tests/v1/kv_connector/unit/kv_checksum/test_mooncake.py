@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Mooncake P2P: what a response carries, and the order in which a consumer takes it."""
+"""Test what Mooncake P2P's responses carry, and the order in which it is taken."""
 
 import asyncio
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from .rig import instances as rig
-from .rig.receivers import MooncakeReceiver, pull
+from .rig.receivers.mooncake import MooncakeReceiver, pull
 
 
 def sent(payload):
@@ -56,7 +56,7 @@ def response(payloads, ok_reqs):
 
 
 def answer(*sent_payloads) -> dict:
-    """What a producer's response says, read without a type."""
+    """Return what a producer's response says, read without a type."""
     found = MooncakeXferResponse(MooncakeXferResponseStatus.FINISH, ["a", "b"])
     MooncakeChecksums.add_sent(found, zip("ab", map(sent, sent_payloads), strict=True))
     return msgspec.msgpack.decode(msgspec.msgpack.encode(found))
@@ -78,7 +78,7 @@ def test_both_versions_read_each_others_responses():
 
 
 def taken(response, *awaited):
-    """What a consumer finds at the moment each of its loads is marked finished."""
+    """Return what a consumer finds when each of its loads is marked finished."""
     receiver = MooncakeReceiver()
     receiver.process_pulling_result(response, pull(*(awaited or ("a",))))
     return receiver.seen_when_finished
@@ -147,7 +147,7 @@ def test_the_first_copy_wins_and_nothing_stays():
 
 @pytest.mark.parametrize("transfer_id", [None, "", "t"])
 def test_only_requests_that_mooncake_sends_are_summed(model, transfer_id):
-    """As many as its own scheduler announces to its workers."""
+    """Sum as many as Mooncake's own scheduler announces to its workers."""
     p = rig.Instance(model, "kv_producer", transport="mooncake")
     params = dict(do_remote_decode=True, do_remote_prefill=False)
     if transfer_id is not None:
@@ -171,7 +171,7 @@ def test_only_requests_that_mooncake_sends_are_summed(model, transfer_id):
 
 @pytest.mark.parametrize("blocks", [None, [], [[1]]])
 def test_only_requests_that_wait_to_be_sent_keep_a_payload(model, blocks):
-    """None: unknown or aborted; no blocks: announced, and not finished."""
+    """Try unknown or aborted requests (None), and announced ones (no blocks)."""
     p = rig.Instance(model, "kv_producer", transport="mooncake")
     request = SimpleNamespace(request_id="r", kv_transfer_params={"transfer_id": "t"})
     if blocks is not None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Failed loads from a real Mooncake store: what is removed, and what stays.
+"""Test failed loads from a real Mooncake store: what is removed, and what stays.
 
 Real: the master, two clients of it in processes of their own, vLLM's loading thread
 with the feature's line in it. What is fake: the cache that is loaded into.
@@ -125,7 +125,7 @@ def shared_store(tmp_path_factory):
 
 @pytest.fixture
 def own_store(tmp_path):
-    """For tests that kill a part of it."""
+    """Yield a store for tests that kill a part of it."""
     with running_store(tmp_path) as store:
         yield store
 
@@ -137,7 +137,7 @@ def store(shared_store):
 
 
 def kill_a_client(store):
-    """A client stores "lost" in its own memory, and dies."""
+    """Let a client store "lost" in its own memory, and kill it."""
     command = [sys.executable, "-c", STORING, store.address, HOST, str(SEGMENT)]
     with subprocess.Popen(
         [*command, str(RIGHT)], stdout=subprocess.PIPE, text=True
@@ -148,7 +148,7 @@ def kill_a_client(store):
 
 @contextmanager
 def connected(store):
-    """A client that lends no memory."""
+    """Yield a client that lends no memory."""
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()
@@ -240,6 +240,6 @@ def test_an_exception_removes_nothing_and_ends_the_load(store, client, at, log):
 
 
 def test_without_checksums_nothing_is_removed(store, client):
-    """Stock behaviour."""
+    """Keep stock behaviour."""
     failed, _ = load(client, ["right", "short"], kv_checksums=None)
     assert failed == {"short"} and store.exist(["short"]) == [True]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""MultiConnector: a store beside a P/D connector, each load by its own route."""
+"""Test MultiConnector: a store beside a P/D connector, each load by its own route."""
 
 import logging
 from types import SimpleNamespace
@@ -224,7 +224,7 @@ def test_startup_says_of_every_connector_inside_what_becomes_of_its_loads(
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_fail_closed_refuses_a_connector_whose_loads_nobody_checks(model, order):
-    """From the configuration, before a connector is made."""
+    """Refuse from the configuration, before a connector is made."""
     with pytest.raises(ValueError) as error:
         rig.vllm_config(
             model,
@@ -244,7 +244,7 @@ def test_fail_closed_refuses_a_connector_whose_loads_nobody_checks(model, order)
 
 
 def test_a_send_goes_with_the_first_connector_that_has_a_carrier():
-    """The one that a request's KV goes with, where several could move it."""
+    """Choose the connector that moves the request's KV, where several could."""
 
     def child(carrier):
         return SimpleNamespace(kv_checksum_carrier=lambda request, receiving: carrier)

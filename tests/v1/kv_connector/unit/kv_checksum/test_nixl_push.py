@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NIXL push: the two forms of a completion notif, and what a worker holds for them."""
+"""Test NIXL push: both forms of a completion notif, and what workers hold for them."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
 )
 
 from .rig import instances as rig
-from .rig.receivers import PushConsumer
+from .rig.receivers.nixl_push import PushConsumer
 
 PLAIN = b"cmpl-a:0-1f:2"
 
@@ -78,7 +78,7 @@ def test_a_send_that_ended_or_expired_carries_nothing_more():
 
 @pytest.mark.parametrize("long", [(1, 1), (1, 0), (0, 1), (0, 0)])
 def test_both_forms_take_the_same_completion_accounting(long):
-    """Two producer ranks, each with or without a payload: complete after two."""
+    """Complete after two producer ranks, each with or without a payload."""
     consumer = PushConsumer(["r"])
     for i, with_payload in enumerate(long):
         notif = b"r:2"

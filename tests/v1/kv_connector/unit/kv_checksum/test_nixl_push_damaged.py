@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""NIXL push: a completion notif that comes damaged never costs another load anything.
+"""Test that a damaged completion notif of NIXL push never costs another load anything.
 
 What must come out is vLLM's own plain form of the notif, written out here, or nothing.
 """
@@ -23,7 +23,7 @@ from vllm.v1.engine import FinishReason
 
 from .rig import instances as rig
 from .rig import real_workers as real
-from .rig.receivers import PushConsumer
+from .rig.receivers.nixl_push import PushConsumer
 
 PAYLOAD = bytes(range(256)) + b"sums"
 
@@ -47,12 +47,12 @@ def long_form(req_id: str, tp_size: int = 2, payload: bytes = PAYLOAD):
 
 
 def plain_end(notif: bytes, payload: bytes = PAYLOAD) -> int:
-    """Where the plain part ends: before ":", 8 digits, ":" and the base64."""
+    """Return where the plain part ends: before ":", 8 digits, ":" and the base64."""
     return len(notif) - -(-len(payload) // 3) * 4 - 10
 
 
 def take(notif: bytes, req_id: str):
-    """What a consumer takes for the plain form, what it hands on, whether it asks."""
+    """Return what a consumer takes for the plain form and hands on, and if it asks."""
     consumer = nixl_push.NixlPushChecksums()
     plain = consumer.take(notif, {req_id})
     results = SimpleNamespace(finished_sending=set(), kv_checksums=None)
@@ -64,7 +64,7 @@ def take(notif: bytes, req_id: str):
 
 
 def holds(notif: bytes, req_id: str, plain: bytes) -> bool:
-    """Whether the plain form came out; what must hold either way does."""
+    """Check what must hold either way, and return whether the plain form came out."""
     found, received, asks = take(notif, req_id)
     if not found:
         assert not asks and received == {}
@@ -107,7 +107,7 @@ def test_every_change_of_a_byte(name):
 
 
 def test_a_payload_that_changed_is_not_one_that_differs():
-    """Every byte of it changed by one bit: none is handed on as a payload."""
+    """Change every byte of it by one bit: none is handed on as a payload."""
     plain, notif = long_form("r")
     for at in range(plain_end(notif), len(notif)):
         changed = notif[:at] + bytes([notif[at] ^ 1]) + notif[at + 1 :]
@@ -184,7 +184,7 @@ def test_a_notif_that_is_not_of_ours_is_left_to_vllm():
 
 @pytest.mark.parametrize("cut", [None, 300, 60])
 def test_damaged_copies_count_as_writes(cut):
-    """Two producer ranks, the second one's notif damaged, then the first one's."""
+    """Damage the second producer rank's notif, then the first one's."""
     plain, notif = long_form("r")
     for first, second in ((notif, notif[:cut]), (notif[:cut], notif)):
         consumer = PushConsumer(["r"])
@@ -197,7 +197,7 @@ def test_damaged_copies_count_as_writes(cut):
 
 @pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
 def test_ranks_whose_copies_are_damaged(model, damaged):
-    """Two consumer ranks: one intact copy is enough; none: unverified."""
+    """Damage two consumer ranks' copies: one that is intact is enough."""
     p, d = rig.pair(model, transport="push", tp=2)
     for rank in damaged:
         side = d.transport.side(rank)
@@ -229,7 +229,7 @@ def sides(model):
 
 @pytest.fixture
 def pair(sides, monkeypatch):
-    """P and D, and what happens to the notifs on their way."""
+    """Yield P and D, and what happens to the notifs on their way."""
     p, d = sides
     d.stats.clear()
     way = SimpleNamespace(damage=lambda notif: notif)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Payloads: round trips, and that nothing but ValueError comes of bad ones."""
+"""Test payloads: round trips, and that bad ones raise nothing but ValueError."""
 
 import base64
 import struct
@@ -46,7 +46,7 @@ def make(num_tokens=100, unit_size=16, start=0, groups=2) -> KVChecksumPayload:
 
 
 def copies_of(units: int) -> OtherCopies:
-    """Two copies: the first differs everywhere, the second in the last unit."""
+    """Return two copies: the first differs everywhere, the second in the last unit."""
     at = np.append(np.arange(units), units - 1)
     return OtherCopies(
         at * 0 + (np.arange(units + 1) == units), at, at.astype(np.uint64)
@@ -103,7 +103,7 @@ _GROUP = msgspec.msgpack.encode((1, 16, 0, b"12345678", b""))
 
 
 def _outer(groups: bytes) -> bytes:
-    """A payload of 16 tokens whose groups are written byte by byte."""
+    """Return a payload of 16 tokens whose groups are written byte by byte."""
     return b"\x92\x02\x96\x10\x01\x00\x00\x00" + groups
 
 
@@ -130,7 +130,7 @@ def _bad(num_tokens, tp_size, groups, digests=(1, 1, 0)) -> bytes:
 
 
 def _copies(*entries) -> bytes:
-    """A payload of 3 values with entries of copies: copy, index, value."""
+    """Return a payload of 3 values with entries of copies: copy, index, value."""
     data = b"".join(struct.pack("<HIQ", *entry) for entry in entries)
     return _bad(40, 1, {0: (1, 16, 0, bytes(24), data)})
 

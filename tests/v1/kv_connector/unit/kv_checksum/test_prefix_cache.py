@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Bad KV that is served all the same (fail-open) reaches no later request.
+"""Test that bad KV which is served all the same (fail-open) reaches no later request.
 
 Whether a later request's KV is right is told from what a local prefill writes, not from
 a verdict.
@@ -97,7 +97,7 @@ def test_a_window_s_first_block_that_came_in_part(model, transport, extra):
 
 
 def test_what_was_generated_from_bad_kv_is_not_found_either(model):
-    """The second turn of a conversation, whose first load was damaged."""
+    """Ask for the second turn of a conversation whose first load was damaged."""
     p, d = rig.pair(model)
     damage_first_load(d, 0, 2)
     request, _ = rig.load(p, d, 0, "turn1", prompt=PROMPT)
@@ -121,7 +121,7 @@ def test_good_blocks_before_the_first_bad_one_are_found(model, transport):
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_bad_state_is_not_found(model, transport, damaged, monkeypatch):
-    """Nor is what stands behind it, which was computed from it."""
+    """Find neither it nor what stands behind it, which was computed from it."""
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
     p, d = hybrid.pair(model, transport=transport, mode="align")
     if damaged:
@@ -134,7 +134,7 @@ def test_a_bad_state_is_not_found(model, transport, damaged, monkeypatch):
 
 
 def test_a_store_does_not_get_them_under_their_own_keys(model):
-    """A consumer that also stores: nothing bad may come back as good."""
+    """Let a consumer also store: nothing bad may come back as good."""
     store.STORE.clear()
     a = store.StoringInstance(model)
     a.run(a.add("a", PROMPT, None, max_tokens=2))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Caches as vLLM makes them: real layers' specs, real planning, real allocation.
+"""Test caches as vLLM makes them: real layers' specs, real planning, real allocation.
 
 Tiny models are built on the meta device; their layers tell their specs, and vLLM
 groups, places and allocates the caches. The sums are compared with the definition
@@ -34,7 +34,7 @@ models' recipes."""
 
 
 def attention_sums(ranks, group, blocks, check):
-    """Per unit, over the layers; of replicated heads, copy `check`."""
+    """Return sums per unit, over the layers; of replicated heads, copy `check`."""
     start, ids = blocks.groups[group]
     totals = []
     for i, block in enumerate(ids):
@@ -87,7 +87,7 @@ def state_sums(ranks, group, blocks, check, family, conv_layout):
 
 
 def blocks_of(cfg):
-    """Blocks of every group, of their own, as groups overlay the same bytes."""
+    """Return blocks of each group's own, as groups overlay the same bytes."""
     groups = {}
     for i, group in enumerate(cfg.kv_cache_groups):
         ids = [10 * i + 5, 10 * i + 2, 10 * i + 7]
@@ -115,7 +115,7 @@ CASES = [
 
 @pytest.fixture(params=[False, True], ids=["no AMX", "AMX"])
 def amx(request, monkeypatch):
-    """What vLLM chooses on a CPU with AMX and on one without; nothing is computed."""
+    """Let vLLM choose as with AMX and as without; nothing is computed."""
     load_general_plugins()  # the rig hides AMX
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param)
 

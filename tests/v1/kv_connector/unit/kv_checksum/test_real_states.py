@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""States of vLLM's own layers: P and D of other TP sizes, kernels, drafts and dtypes.
+"""Test states of vLLM's own layers: other TP sizes, kernels, drafts and dtypes.
 
 Layers are built, planned and allocated as in `rig.real_caches`. Which rows of a state a
 rank holds, vLLM's weight loaders tell: every weight of a checkpoint that numbers its
@@ -44,7 +44,7 @@ LAYOUTS = ("SD", "DS")
 
 
 def numbers(first, count, *dims):
-    """Rows that are all their own number, as float32 weights."""
+    """Return rows that each hold their own number, as float32 weights."""
     rows = torch.arange(first, first + count, dtype=torch.float32)
     return rows.view(-1, *(1 for _ in dims)).expand(-1, *dims)
 
@@ -90,14 +90,14 @@ SETTINGS = {
 
 @cache
 def made(family, tp, layout, settings=""):
-    """The ranks of an instance; `layout` is that of the conv states."""
+    """Return the ranks of an instance; `layout` is that of the conv states."""
     load = FAMILIES[family]
     settings = SETTINGS[settings]
     return [Rank(family, "LBHNC", rank, tp, settings, load) for rank in range(tp)]
 
 
 def state_layers(rank):
-    """Layers that hold states, by name, with their group and their spec."""
+    """Return layers that hold states, by name, with their group and their spec."""
     return {
         name: (group_id, group.kv_cache_spec)
         for group_id, group in enumerate(rank.cfg.kv_cache_groups)
@@ -107,12 +107,12 @@ def state_layers(rank):
 
 
 def block_of(group_id):
-    """A block of the group's own, as groups overlay the same bytes."""
+    """Return a block of the group's own, as groups overlay the same bytes."""
     return 3 + 2 * group_id
 
 
 def rows_of(layer):
-    """Numbers of the conv channels and temporal rows that vLLM gave to a rank."""
+    """Return the numbers of the conv channels and temporal rows of a rank."""
     temporal = layer.D if hasattr(layer, "D") else layer.A_log
     return [w.detach().float().long() for w in (layer.conv1d.weight[:, 0, 0], temporal)]
 
@@ -127,7 +127,7 @@ def unsharded(shapes, dtypes, seed):
 
 
 def views_of(rank, name):
-    """A layer's states in its group's block, as the layer itself unpacks them."""
+    """Return a layer's states in its group's block, as the layer unpacks them."""
     integers = {2: torch.int16, 4: torch.int32}
     block = block_of(state_layers(rank)[name][0])
     states = [state[block] for state in rank.layers[name].kv_cache]
@@ -135,7 +135,7 @@ def views_of(rank, name):
 
 
 def global_shapes(spec, layout, tp):
-    """``(rows, elements)`` of the unsharded states, from a rank's shapes."""
+    """Return ``(rows, elements)`` of the unsharded states, from a rank's shapes."""
     conv, temporal = spec.shapes
     length = conv[0] if layout == "SD" else conv[1]
     return (CHANNELS, length), (temporal[0] * tp, int(np.prod(temporal[1:])))
@@ -165,7 +165,7 @@ def checks_of(ranks, group_id):
 
 
 def verdict_of(p, d):
-    """D's verdict of its state groups by P's sums of the same block."""
+    """Return D's verdict of its state groups by P's sums of the same block."""
     payload, local = KVChecksumPayload(57, len(p), {}), {}
     for group_id in {group_id for group_id, _ in state_layers(p[0]).values()}:
         theirs, ours = (ranks[0].worker.groups[group_id] for ranks in (p, d))

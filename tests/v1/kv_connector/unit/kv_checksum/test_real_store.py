@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances that store in and load from a real Mooncake store or host memory.
+"""Test instances that store in and load from a real Mooncake store or host memory.
 
 Real: schedulers, both sides of vLLM's connectors with their threads and lookup channel,
 `ActiveKVConnector`, the store. What is fake: the forward, and the events of a device.
@@ -39,7 +39,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(store, model):
-    """Two instances that share the store, both with checksums on."""
+    """Yield two instances that share the store, both with checksums on."""
     with ExitStack() as stack:
         stack.enter_context(real.without_a_device())
         yield [real.storing_instance(stack, model, store) for _ in range(2)]
@@ -78,7 +78,7 @@ def keys_of(instance, request):
 
 
 def entry_of(value: bytes, instance, block_hash: bytes) -> int:
-    """The sum that a value ends with, without its tag."""
+    """Return the sum that a value ends with, without its tag."""
     entry, tag = (
         int.from_bytes(x, "little") for x in (value[-8:], bytes(block_hash[:8]))
     )
@@ -86,7 +86,7 @@ def entry_of(value: bytes, instance, block_hash: bytes) -> int:
 
 
 def sums_of(prompt) -> list[int]:
-    """The sums of a prompt's full blocks, from what a forward writes."""
+    """Return the sums of a prompt's full blocks, from what a forward writes."""
     number = len(prompt) // SIZE
     at = torch.arange(number * SIZE)
     ids = torch.tensor(prompt)[at]
@@ -99,7 +99,7 @@ def sums_of(prompt) -> list[int]:
 
 
 def assert_stored(store, instance, keys, hashes, prompt, number):
-    """Every block's value is there, and ends with the sum of the prompt's block."""
+    """Check that each block's value is there, and ends with the block's sum."""
     assert store.exist(keys) == [True] * number
     found = [
         entry_of(store.get(k), instance, h) for k, h in zip(keys, hashes, strict=True)
@@ -149,7 +149,7 @@ def test_a_damaged_value_is_removed_and_the_lookups_behind_it_are_answered(pair,
 
 
 def test_what_is_only_loaded_keeps_the_entries_that_came_with_it(pair):
-    """In a step that also stores: only the one's entries are filled in."""
+    """Load in a step that also stores: only what is stored gets its entries."""
     a, _ = pair
     worker, sums = worker_of(a), a.workers[0]
     entries = sums.init_block_checksums([0])

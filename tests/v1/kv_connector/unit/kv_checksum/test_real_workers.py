@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every P/D path with the connectors' own workers over real NIXL and Mooncake.
+"""Test every P/D path with the connectors' own workers over real NIXL and Mooncake.
 
 Real schedulers, connectors and libraries, P and D in one process; only the forward is
 faked (`kv_checksum_real_workers`).
@@ -27,7 +27,7 @@ _numbers = count()
 
 @pytest.fixture(scope="module", params=["pull", "push", "mooncake"])
 def side(request, model):
-    """P and D with checksums on, `p_off` and `d_off` without, over one path."""
+    """Yield P and D with checksums on, `p_off` and `d_off` without, over one path."""
     with ExitStack() as stack:
 
         def start(role, enabled):
@@ -63,7 +63,7 @@ def pair(side):
 
 
 def settle(p, d):
-    """Nothing is left of any request, in schedulers, workers or connectors."""
+    """Step until no scheduler, worker or connector holds any request."""
 
     def left():
         held = {**p.scheduler.requests, **d.scheduler.requests}
@@ -73,7 +73,7 @@ def settle(p, d):
 
 
 def names():
-    """P's and D's id of one request: a client's, with vLLM's random suffixes."""
+    """Return P's and D's id of one request: a client's, with vLLM's random suffixes."""
     number = next(_numbers)
     return f"cmpl-{number}-0-aaaaaaaa", f"cmpl-{number}-0-bbbbbbbb"
 
@@ -150,7 +150,7 @@ def test_200_concurrent_requests(pair):
     loads = []
 
     def forward_finished():
-        """What a router does with P's answers."""
+        """Forward P's answers as a router does."""
         for p_id, d_id in prompts:
             request, params = waiting.get(p_id, (None, None))
             if request is not None and request.is_finished():

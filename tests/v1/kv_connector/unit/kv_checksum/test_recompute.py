@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a real consumer's scheduler computes again after a load was found bad."""
+"""Test what a real consumer's scheduler computes again after a load was found bad."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def flip_in(**positions):
 
 
 def cached_kv_is_right(d, request):
-    """Whether every block of the prompt that others can hit holds the right KV.
+    """Return whether every block of the prompt that others can hit holds the right KV.
 
     Steps in flight fill blocks that can be hit already.
     """

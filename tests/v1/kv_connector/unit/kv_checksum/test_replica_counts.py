@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How many TP ranks hold the same heads, as vLLM counts, and if specs do not tell."""
+"""Test how many TP ranks hold the same heads, as vLLM counts them."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_declared_shards_are_counted_as_vllm_counts_them(kind, shards):
 
 @pytest.mark.parametrize("kind", ["MLAAttentionSpec", "SlidingWindowMLASpec"])
 def test_latents_without_declared_shards_are_on_every_rank(kind):
-    """Whatever KV head count the model's configuration names."""
+    """Count all ranks, whatever KV head count the model's configuration names."""
     for heads in (None, 1, 8):
         for rank in range(4):
             key, first = head_placement(spec_of(kind), Sharding(rank, 4, heads))

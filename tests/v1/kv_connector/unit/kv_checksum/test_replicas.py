@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Copies of the same KV on several TP ranks of P that are not equal bit for bit."""
+"""Test copies of the same KV on several TP ranks of P that are not bit-identical."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from .rig.instances import load
 
 
 class OwnCopies(Mla):
-    """Every rank's copy is its own: those behind rank 0 differ from it in one bit.
+    """Instances whose ranks' copies differ: all but rank 0's have one other bit.
 
     D's rank ``k`` loads the copy of P's rank ``k``, or its `source`.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is said: bounded lines, attribution, storms, and what a failing client reads."""
+"""Test log lines: bounded, attributed, in storms; and what a failing client reads."""
 
 import logging
 from types import SimpleNamespace
@@ -140,7 +140,7 @@ def test_the_positions_that_differ_are_named_as_ranges(positions, said):
 
 
 def test_a_mismatch_s_line_is_bounded(log):
-    """Whatever a client names, and however much differs."""
+    """Bound the line, whatever a client names and however much differs."""
     spread = list(range(0, 200_000, 2))
     samples = [Difference(p, 2**64 - 1, 2**64 - 2) for p in range(3)]
     verdict = LoadVerdict({g: GroupVerdict(0, 9, spread, samples) for g in range(9)})

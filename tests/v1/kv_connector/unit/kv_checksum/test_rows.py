@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Requests and groups without blocks are no rows, beside those that have some."""
+"""Test that requests and groups without blocks make no rows beside the others."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def caches():
 
 @pytest.fixture
 def worker(caches):
-    """Two groups of two layers."""
+    """Return a worker of two groups of two layers."""
     groups = [([*u.names(0), *u.names(1)], u.full_spec())]
     groups += [([*u.names(2), *u.names(3)], u.full_spec())]
     named = {u.names(n)[0]: cache for n, cache in caches.items()}
@@ -39,7 +39,7 @@ def expected(caches, group_id, ids, start, num_tokens):
 
 
 def assert_empty(record, req_id, group_id, start):
-    """Of the group nothing was summed, which is not the same as: no layers here."""
+    """Check that nothing of the group was summed, although there are layers here."""
     group = record.checksums[req_id][group_id]
     assert group.start == start and group.values.shape == (0, 1)
     assert group.values.dtype == np.uint64

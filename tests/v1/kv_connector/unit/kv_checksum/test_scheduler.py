@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Real schedulers of P and D with real checksum workers, over every P/D path.
+"""Test real schedulers of P and D with real checksum workers, over every P/D path.
 
-What moves between them is faked where `transports.FAKES` says so.
+What moves between them is faked (see `transports`).
 """
 
 import msgspec
@@ -53,7 +53,7 @@ def test_correct_loads_verify(model, transport, p_split, d_split, window):
 
 
 def error_of(out):
-    """What the client of a failed request is told."""
+    """Return what the client of a failed request is told."""
     if not hasattr(out, "error"):
         pytest.skip("vLLM 0.32 has no place for a failed request's reason")
     return out.error.message
@@ -245,7 +245,7 @@ def test_skipped_groups(model, transport, sides):
 def test_a_group_that_one_worker_skips_is_skipped_by_the_instance(
     model, transport, sides
 ):
-    """One TP rank of one PP stage; the others sum it, and their sums are not used."""
+    """Skip it on one TP rank of one PP stage: the others' sums are not used."""
     p, d = pair(model, tp=2, pp=2, window=40, transport=transport)
     for instance, name in ((p, "p"), (d, "d")):
         if sides in ("both", name):

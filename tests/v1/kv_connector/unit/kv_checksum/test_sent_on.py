@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Requests that are to be loaded and sent on: an ordinary load, offered once."""
+"""Test requests that are to be loaded and sent on: an ordinary load, offered once."""
 
 import pytest
 import torch
 
 from .rig import instances as rig
+from .rig import transports
 from .rig.instances import pair, tokens
+
+CARRIERS = [name for name in ("pull", "push") if name in transports.FAKES]
 
 CLOSED = {
     policy: dict(kv_checksum_fail_closed=True, policy=policy)
@@ -15,7 +18,7 @@ CLOSED = {
 
 
 def load_to_be_sent_on(p, d, damaged):
-    """D's request, once no step changes anything any more."""
+    """Return D's request, once no step changes anything any more."""
     prompt = tokens(100)
     params = rig.prefill(p, "p", prompt) | {"do_remote_decode": True}
 
@@ -32,7 +35,7 @@ def load_to_be_sent_on(p, d, damaged):
 
 
 @pytest.mark.parametrize("policy", CLOSED)
-@pytest.mark.parametrize("carrier", ["pull", "push"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_damaged_load_of_a_request_to_be_sent_on_ends(model, carrier, policy):
     p, d = pair(model, None, CLOSED[policy], transport=carrier)
     request = load_to_be_sent_on(p, d, damaged=True)
@@ -42,7 +45,7 @@ def test_a_damaged_load_of_a_request_to_be_sent_on_ends(model, carrier, policy):
     assert request.status.name == ended[policy]
 
 
-@pytest.mark.parametrize("carrier", ["pull", "push"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_clean_load_of_a_request_to_be_sent_on_is_verified(model, carrier):
     p, d = pair(model, None, CLOSED["fail"], transport=carrier)
     request = load_to_be_sent_on(p, d, damaged=False)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The run of evenly spaced damage: its four checks are right, and it can fail."""
+"""Test the run of evenly spaced damage: its four checks are right, and it can fail."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def weight(layer, head, j):
 
 
 def term(x, w, definition):
-    """The definitions once more, in integers without an end."""
+    """Evaluate the definitions once more, in integers without an end."""
     y = (x ^ x >> 33) * w & MASK
     if definition == 1:
         return y ^ y >> 32
@@ -31,7 +31,7 @@ def term(x, w, definition):
 
 
 def change(places, before, after, definition):
-    """How the checksum changes, by the benchmark's code."""
+    """Return the change of the checksum, by the benchmark's code."""
     weights = [checks.weight(*(np.uint64(n) for n in place)) for place in places]
     arrays = [np.array(x, np.uint64) for x in (weights, before, after)]
     return int(checks.checksum_change(*arrays, definition))
@@ -92,7 +92,7 @@ def test_every_bit_is_flipped():
 
 
 def test_other_checks_change_as_those_of_the_whole_block():
-    """Of a block of random bytes, with zlib."""
+    """Compare with zlib's checks of a block of random bytes."""
     tables = checks.crc_tables()
     content = np.random.default_rng(2).bytes(8 * checks.BLOCK_PIECES)
     block = np.frombuffer(bytearray(content), "<u8")
@@ -116,7 +116,7 @@ def test_other_checks_change_as_those_of_the_whole_block():
     ],
 )
 def test_what_definition_1_misses_definition_2_sees(places):
-    """The signs of four float32 zeros flipped, of which two were negative."""
+    """Flip the signs of four float32 zeros, of which two were negative."""
     before = [0, SIGN, SIGN, 0]
     after = [x ^ SIGN for x in before]
     assert change(places, before, after, 1) == 0
@@ -124,7 +124,7 @@ def test_what_definition_1_misses_definition_2_sees(places):
 
 
 def test_definition_2_has_its_sets_too():
-    """One in some ten million of its kind: the limit in the design document is real."""
+    """Show one set in some ten million: the design document's limit is real."""
     places = [(layer, 5, 0xECBCC) for layer in (0, 17, 34, 51)]
     before = [SIGN, 0, 0, SIGN]
     after = [x ^ SIGN for x in before]
@@ -140,7 +140,7 @@ def main(monkeypatch, *options):
 
 
 def test_a_short_run_misses_nothing_by_definition_2(monkeypatch, capsys, tmp_path):
-    """The same for one thread and for two; the plot's numbers are the table's."""
+    """Run on one thread and on two: the plot's numbers are the table's."""
     rows = []
     for jobs in "12":
         file = tmp_path / jobs

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The design document has a row for every spec class and backend, and it is true."""
+"""Test that the design document has a true row for every spec class and backend."""
 
 import ast
 import inspect
@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[5] / "docs" / "design" / "kv_checksum.md"
 
 
 def rows() -> dict[str, str]:
-    """Verdict by spec class, as the table says."""
+    """Return the verdict by spec class, as the table says."""
     found = {}
     for line in DOCS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -55,7 +55,7 @@ MORE = {
 
 
 def example(name):
-    """An instance of a spec class and a cache for it."""
+    """Return an instance of a spec class and a cache for it."""
     raw = torch.zeros(4096, dtype=torch.int8)
     spec_class = spec_classes()[name]
     if name == "MambaSpec":
@@ -102,7 +102,7 @@ EVIDENCE = DOCS.with_name("kv_checksum_evidence.md")
 
 
 def names_in(column, columns):
-    """Names in backticks of one column of the tables with so many columns."""
+    """Return names in backticks of one column of the tables with so many columns."""
     section = EVIDENCE.read_text().partition("## Layouts seen written")[2]
     section = section.partition("\n#")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines()]
@@ -111,7 +111,7 @@ def names_in(column, columns):
 
 
 def backends():
-    """Every class in vLLM that derives from `AttentionBackend`, by its source."""
+    """Return every class in vLLM that derives from `AttentionBackend`, by source."""
     root, bases = Path(vllm.__file__).parent, {}
     for path in root.rglob("*.py"):
         text = path.read_text()

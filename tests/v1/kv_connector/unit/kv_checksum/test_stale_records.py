@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sums of another step, of another request of the same id, or of part of a request."""
+"""Test sums of another step, of another request of the same id, or of part of one."""
 
 import pickle
 import random
@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 from .rig import caches as u
 from .rig import instances as rig
-from .rig.faults.instances import UnrulyInstance
+from .rig.faults.instances import FaultyInstance
 from .rig.faults.records import Faults
 from .rig.instances import flip_bit, load, pair, tokens
 from .rig.stored import HASHES, caches, workers_of
@@ -45,7 +45,7 @@ def test_a_producer_that_resumes_behind_its_prompt_sends_sums_of_what_it_holds(m
     """It finds another block of the same prefix, which another step has filled."""
     faults = Faults(random.Random(0), frozenset(), Counter())
     settings = dict(async_scheduling=True, faults=faults)
-    p = UnrulyInstance(model, "kv_producer", **settings)
+    p = FaultyInstance(model, "kv_producer", **settings)
     _, d = pair(model, d=dict(kv_checksum_fail_closed=True))
     prompt = tokens(48)
     request = p.add("p", prompt, dict(do_remote_decode=True), max_tokens=4)
@@ -158,7 +158,7 @@ def test_a_worker_that_summed_another_number_of_tokens(model, transport, side, c
 
 
 def test_copies_of_other_blocks_are_not_added_up():
-    """As many of them, from another position on."""
+    """Report as many of them, from another position on."""
     values = np.ones((3, 1), np.uint64)
     one, two = ((1, 0), 0), ((2, 0), 1)
     parts = {key: KVChecksumGroup(at, (key,), values[:, 0]) for key, at in (one, two)}
@@ -191,7 +191,7 @@ def test_stored_checksums_of_a_worker_that_reports_part(lost):
     [(8, 12, True), (8, 11, False), (8, 8, False), (4, 12, False), (2, 12, False)],
 )
 def test_a_worker_reports_every_unit_that_was_asked_for(start, number, right):
-    """Three blocks of four units each, from the request's third block on."""
+    """Ask for three blocks of four units each, from the request's third block on."""
     asked = KVChecksumBlocks(320, {0: (2, [7, 5, 6])}, seq=4)
     values = np.zeros((number, 1), np.uint64)
     record = KVChecksumRecord(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""States of Mamba-like layers: one value for any TP size and conv layout."""
+"""Test states of Mamba-like layers: one value for any TP size and conv layout."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def spec_of(family, tp, **changes):
 
 
 def workers_of(family, layout, tp, *, extra=0, **changes):
-    """One worker per TP rank, over the same unsharded states of two layers."""
+    """Return one worker per TP rank, over the same unsharded states of two layers."""
     workers = []
     for rank in range(tp):
         caches = {}
@@ -88,7 +88,7 @@ def test_any_tp_size_and_conv_layout_gives_the_unsharded_value(name, tp, conv_la
 
 @pytest.mark.parametrize("split", [True, False])
 def test_states_of_another_dtype_have_another_fingerprint(split, conv_layout):
-    """Elements of one width: what differs is what their bits mean."""
+    """Compare dtypes of one width: what differs is what their bits mean."""
     changes = {} if split else dict(state_splits=None)
     seen = set()
     for first in (torch.bfloat16, torch.float16, torch.int16):
@@ -162,7 +162,7 @@ def test_exchanged_rows_states_and_layers_are_seen(conv_layout):
 
 
 def whole_value(parts):
-    """One slice per shard over the covered bytes."""
+    """Sum one slice per shard over the covered bytes."""
     total = 0
     for n, shards in parts.items():
         for rank, page in enumerate(shards):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Checksums stored with offloaded KV: entries, loads, verdicts, and what follows."""
+"""Test checksums stored with offloaded KV: entries, loads, verdicts, consequences."""
 
 from types import SimpleNamespace
 
@@ -108,7 +108,7 @@ def test_runs_of_several_requests_are_saved_at_once(size):
 
 
 def test_an_entry_is_of_every_layer_whatever_its_replicas():
-    """Attention that TP splits, and latents that every rank holds whole."""
+    """Sum attention that TP splits, and latents that every rank holds whole."""
     attention = u.full_spec()
     latents = MLAAttentionSpec(
         block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
@@ -167,7 +167,7 @@ def test_saving_needs_entries_and_entries_need_a_summed_group():
     ],
 )
 def test_sums_of_other_units_than_those_loaded_are_not_compared(start, number, reason):
-    """Three blocks of four units each, from the second one on."""
+    """Load three blocks of four units each, from the second one on."""
     values = np.ones((number, 1), np.uint64)
     tags = block_checksum_tags(HASHES[:3], 7)
     record = KVChecksumRecord(
@@ -213,7 +213,7 @@ def flip(kv, entries):
 
 
 def swap_blocks(kv, entries):
-    """Intact values of other prefixes, each with its own entry."""
+    """Load intact values of other prefixes, each with its own entry."""
     for cache in (*kv.values(), entries):
         cache[[12, 2]] = cache[[2, 12]]
 
@@ -302,7 +302,7 @@ def ask(instance, req_id="r", prompt=None):
 
 
 def stored(position, prompt=None):
-    """The stored value of one block of the prompt."""
+    """Return the stored value of one block of the prompt."""
     return list(store.STORE.values())[position]
 
 
@@ -459,7 +459,7 @@ def test_a_group_that_cannot_be_compared_is_not_dropped(model):
 
 @pytest.mark.parametrize("saver", [True, False])
 def test_values_without_checksums_are_never_verified(model, saver, log):
-    """A store that holds none, and an instance that reads none."""
+    """Try a store that holds none, and an instance that reads none."""
     ask(store.StoringInstance(model, checksums=saver))
     b = store.StoringInstance(model, checksums=not saver, **MODES["recompute"])
     request, answer = ask(b)
@@ -521,7 +521,7 @@ MIXED = UniformTypeKVCacheSpecs(
 
 
 def hidden_in_part():
-    """HiSparse keeps some layers' KV in host memory."""
+    """Return a HiSparse config: some layers' KV is in host memory."""
     made = cfg(u.full_spec())
     made.hisparse_host_num_blocks = 5
     return made
@@ -626,7 +626,7 @@ class Channel:
 
 
 def store_scheduler(channel):
-    """The connector's scheduler side; a store numbers its groups by itself."""
+    """Return the connector's scheduler side; a store numbers its groups by itself."""
     groups = cfg(WINDOW, u.full_spec(2, 48)).kv_cache_groups
     inline = SimpleNamespace(submit=lambda call, *args: call(*args))
     return SimpleNamespace(
@@ -649,7 +649,7 @@ def store_scheduler(channel):
 def test_a_removal_names_blocks_by_the_hash_of_their_last_hash_block(
     answer, reason, log
 ):
-    """And lines about it name the request, the group and the positions."""
+    """Name request, group and positions in the lines about it, too."""
     channel = Channel(answer)
     hashes = [bytes([i]) * 32 for i in range(12)]
     request = SimpleNamespace(request_id="r\n7", block_hashes=hashes)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether checksums are on is one condition, from the configuration, for all parts."""
+"""Test that one condition, from the configuration, switches all parts on or off."""
 
 import logging
 from types import SimpleNamespace
@@ -63,7 +63,7 @@ def test_without_a_carrier_nothing_of_the_connector_is_read(model, monkeypatch):
 
 
 class RayDistributedExecutor:
-    """Named as vLLM 0.32.0's legacy executor is, whose module needs Ray."""
+    """An executor named as vLLM 0.32.0's legacy one, whose module needs Ray."""
 
 
 class OutOfTree:
@@ -98,7 +98,7 @@ ON = {
 
 @pytest.fixture
 def legacy_ray(monkeypatch):
-    """What vLLM 0.32.0 reads from the environment."""
+    """Set what vLLM 0.32.0 reads from the environment."""
     monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False, raising=False)
 
 
@@ -109,7 +109,7 @@ def is_context(parallel):
 
 @pytest.fixture
 def configured(model, monkeypatch):
-    """Makes instances of a parallel configuration; no worker of them runs."""
+    """Make instances of a parallel configuration; no worker of them runs."""
     plain = rig.vllm_config
 
     def make(parallel, **settings):
@@ -139,7 +139,7 @@ def configured(model, monkeypatch):
 
 
 def registered(d):
-    """What a push consumer registers of a load with its producer."""
+    """Return what a push consumer registers of a load with its producer."""
     params = dict(
         do_remote_prefill=True,
         do_remote_decode=False,

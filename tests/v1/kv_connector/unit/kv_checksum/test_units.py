@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sums of 16 tokens: any two block sizes, and prefix hits of the consumer.
+"""Test sums of 16 tokens: any two block sizes, and prefix hits of the consumer.
 
 Whether a load is right is told by the KV that a forward writes.
 """

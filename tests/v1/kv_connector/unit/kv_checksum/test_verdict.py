@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Comparing one group: positions, replicas, block sizes."""
+"""Test the comparison of one group: positions, replicas, block sizes."""
 
 import tracemalloc
 
@@ -48,7 +48,7 @@ def test_one_bad_replica_is_enough_and_its_value_is_shown():
 
 @pytest.mark.parametrize("tokens", [64, 50, 40])
 def test_smaller_blocks_of_a_bad_chunk_are_named_up_to_the_last_token(tokens):
-    """P's blocks of 16 tokens against D's of 8, which are units of their own."""
+    """Compare P's blocks of 16 tokens with D's of 8, which are units of their own."""
     number = -(-tokens // 8)
     theirs = sent(-(-tokens // 16), 16)
     ours = np.zeros(number, np.uint64)
@@ -64,7 +64,7 @@ def test_smaller_blocks_of_a_bad_chunk_are_named_up_to_the_last_token(tokens):
 
 
 def test_sums_that_start_inside_a_chunk_are_compared_from_the_next_on():
-    """P's blocks of 8 tokens, the first given up by a window; D's are of 16."""
+    """Compare P's blocks of 8, the first given up by a window, with D's of 16."""
     small = values(8)
     ours = small.reshape(4, 2).sum(axis=1, dtype=np.uint64)
     theirs = GroupChecksums(1, 8, 1, small[1:])
@@ -115,7 +115,7 @@ def test_a_group_of_which_nothing_was_compared_is_not_verified():
 
 
 def test_what_counts_as_good_before_the_first_bad_block():
-    """D's blocks of 32 tokens, of whose second one P sent the second half alone."""
+    """Load blocks of 32 tokens, of whose second one P sent the second half alone."""
     theirs = GroupChecksums(1, 16, 3, values(5))
     sums = np.concatenate([values(1), theirs.values])
     sums[3:] += np.uint64(1)
@@ -133,7 +133,7 @@ def test_what_counts_as_good_before_the_first_bad_block():
 
 @pytest.mark.parametrize(("bad", "block"), [(0, 0), (3, 0), (4, 1), (8, 2)])
 def test_a_unit_that_differs_makes_its_block_bad(bad, block):
-    """D's blocks of 64 tokens against P's of whatever multiple of 16."""
+    """Compare D's blocks of 64 tokens with P's of any multiple of 16."""
     theirs = sent(9)
     sums = np.concatenate([values(9), np.zeros(3, np.uint64)])
     sums[bad] ^= np.uint64(1)
@@ -146,7 +146,7 @@ def test_a_unit_that_differs_makes_its_block_bad(bad, block):
 
 @pytest.mark.parametrize(("bad", "compared"), [(1, 1), (2, 2), (3, 1)])
 def test_a_last_block_compared_in_part_counts_if_it_differs(bad, compared):
-    """D's blocks of 32 tokens, of whose second one P sent the first half alone."""
+    """Load blocks of 32 tokens, of whose second one P sent the first half alone."""
     sums = values(4)
     sums[bad] ^= np.uint64(1)
     local = LocalGroup(1, Units(16, 2), 0, [sums])
@@ -157,7 +157,7 @@ def test_a_last_block_compared_in_part_counts_if_it_differs(bad, compared):
 
 
 def test_units_past_the_last_token_are_not_compared():
-    """A block of 64 tokens that holds 20, and one that holds none."""
+    """Compare a block of 64 tokens that holds 20, and one that holds none."""
     sums = np.concatenate([values(2), np.full(6, 9, np.uint64)])
     local = LocalGroup(1, Units(16, 4), 0, [sums])
     verdict = compare_group(sent(2), 20, local, 20)
@@ -181,7 +181,7 @@ def copies_of(*entries):
 
 
 def with_copies(unit_size=16):
-    """Six values; copy 0 differs at 0, 1 and 4, copy 1 at 2, 3 and otherwise at 4."""
+    """Return six values; copy 0 differs at 0, 1, 4, copy 1 at 2, 3, and 4 (else)."""
     first = ((0, 0, 99), (0, 1, 100), (0, 4, 101))
     second = ((1, 2, 200), (1, 3, 201), (1, 4, 102))
     return GroupChecksums(1, unit_size, 0, values(6), copies_of(*first, *second))
@@ -224,7 +224,7 @@ def test_each_copy_of_the_producer_is_right(changes, positions):
     ],
 )
 def test_copies_add_up_over_a_chunk(changes, positions):
-    """P's units of 8 tokens against D's of 16."""
+    """Compare P's units of 8 tokens with D's of 16."""
     sums = values(6)
     for at, value in changes.items():
         sums[at] = value
@@ -287,7 +287,7 @@ def test_a_state_is_compared_with_a_state_alone():
 
 
 def test_of_a_window_the_producer_may_have_given_up_the_first_block():
-    """D's blocks of 32 tokens; P's of 16, the first of which had left its window."""
+    """Compare D's blocks of 32 tokens with P's of 16, the first of which has gone."""
     theirs = GroupChecksums(1, 16, 1, values(6)[1:])
     local = LocalGroup(1, Units(16, 2), 0, [values(6)], is_window=True)
     verdict = compare_group(theirs, 96, local, 96)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Splits that vLLM's NIXL connectors refuse: no load of them ever asks for a verdict.
+"""Test splits that vLLM's NIXL connectors refuse: no load of them asks for a verdict.
 
 Where one of these fails, vLLM transfers what it did not, and the pair belongs to those
 of `test_kv_checksum_scheduler` and to the servers' tests.
@@ -27,7 +27,7 @@ LAYERS_DIFFER = "Number of KV layers must match between prefill and decode"
 
 @pytest.fixture(scope="module")
 def side(model):
-    """The first stage of a P of two, and a D of one, over real NIXL."""
+    """Yield the first stage of a P of two, and a D of one, over real NIXL."""
     with ExitStack() as stack:
         p = real.real_instance(stack, model, "kv_producer", "pull", pp=2)
         closed = dict(kv_checksum_fail_closed=True)
@@ -71,7 +71,7 @@ def test_a_load_that_nixl_pull_refuses_fails_and_has_no_verdict(side, caplog):
 
 
 def worker_connector(model, role, connector, *groups):
-    """The connector's worker of the first of two stages."""
+    """Return the connector's worker of the first of two stages."""
     config = rig.vllm_config(model, role, kv_connector=connector, pp=2)
     plan = u.config(50, *groups)
     return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, plan)

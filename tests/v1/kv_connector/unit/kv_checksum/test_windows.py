@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Sliding windows whose first blocks are given up before the transfer."""
+"""Test sliding windows whose first blocks are given up before the transfer."""
 
 import pytest
 import torch

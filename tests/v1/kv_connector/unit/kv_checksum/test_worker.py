@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Workers: every layout and split gives the definition's value, and lifecycles."""
+"""Test workers: every layout and split gives the definition's value; lifecycles."""
 
 import pickle
 from dataclasses import replace
@@ -56,7 +56,7 @@ def token_major(cache):
 
 
 def interleaved(cache):
-    """Another layer's page between the blocks, and an offset before the first."""
+    """Put another layer's page between the blocks, and an offset before the first."""
     wide = torch.zeros(cache.shape[0], 3, *cache.shape[1:], dtype=cache.dtype)
     wide[:, 1] = cache
     return wide[:, 1]
@@ -70,7 +70,7 @@ def padded(cache):
 
 
 def kernel_split(cache):
-    """Blocks cut into kernel blocks of a quarter of their tokens."""
+    """Return blocks cut into kernel blocks of a quarter of their tokens."""
     blocks, heads, tokens, content = cache.shape
     parts = cache.view(blocks, heads, 4, tokens // 4, content).transpose(1, 2)
     return parts.reshape(blocks * 4, heads, tokens // 4, content)
@@ -593,7 +593,7 @@ def test_several_requests_and_groups_with_odd_numbers_of_rows():
 
 
 def test_every_group_starts_at_an_even_column():
-    """So that reads of its rows stay 16-byte aligned."""
+    """Keep reads of its rows 16-byte aligned."""
     w = two_group_worker()
     work = {"a": KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (0, [4])})}
     rows, segments, parts = build_rows(w.groups, work)

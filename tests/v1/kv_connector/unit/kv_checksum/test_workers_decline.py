@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One decision of all ranks and of the scheduler: what workers skip is not stored."""
+"""Test that what any worker skips is stored by no rank: all and the scheduler agree."""
 
 from types import SimpleNamespace
 

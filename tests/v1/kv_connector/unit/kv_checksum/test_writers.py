@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Every layout that is covered has been seen written by vLLM's own writer.
+"""Test that every covered layout has been seen written by vLLM's own writer.
 
 One token is written; the bytes that it left are exactly those that the worker's sum
 depends on for that token, in a full and in a partial block.
@@ -33,7 +33,7 @@ BLOCK = 1
 
 
 def written_bytes(writer, layout, *slots):
-    """Offsets within the block of the bytes that writing `slots` leaves."""
+    """Return offsets within the block of the bytes that writing `slots` leaves."""
     cache, raw = allocate(writer.spec, 3, layout)
     results = []
     for before in (0, 255):
@@ -46,7 +46,7 @@ def written_bytes(writer, layout, *slots):
 
 
 def layer_of(writer):
-    """A layer as vLLM's: of its class only what the feature asks it."""
+    """Return a layer as vLLM's: of its class only what the feature asks it."""
 
     class Layer:
         kv_cache = torch.empty(0)
@@ -78,7 +78,7 @@ class Sums:
         assert self.worker.skipped == {}
 
     def bytes_of(self, num_tokens):
-        """Offsets of the bytes that the sum of so many tokens depends on."""
+        """Return offsets of the bytes that the sum of so many tokens depends on."""
         blocks = {
             str(i): KVChecksumBlocks(num_tokens, {0: (0, [i])})
             for i in range(self.page + 1)
@@ -135,7 +135,7 @@ def test_every_layout_that_is_covered_has_a_writer():
 
 
 def latents_are_written_by_the_base(path):
-    """Whether a backend's implementation leaves `do_kv_cache_update` to its base."""
+    """Return whether a backend leaves `do_kv_cache_update` to its base."""
     root = Path(vllm.__file__).parent
     module = path.rpartition(".")[0].removeprefix("vllm.").replace(".", "/")
     tree = ast.parse((root / f"{module}.py").read_text())

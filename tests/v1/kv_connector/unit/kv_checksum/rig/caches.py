@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Caches, groups and sums for worker and scheduler tests."""
+"""Make caches, groups and sums for tests of workers and schedulers."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ def names(*numbers: int, suffix="self_attn.attn") -> list[str]:
 
 
 def config(num_blocks, *groups, kept=()) -> KVCacheConfig:
-    """A config of ``(layer names, spec)`` groups; no connector moves those `kept`."""
+    """Return the config of ``(layer names, spec)`` groups; none of `kept` is moved."""
     made = [KVCacheGroupSpec(list(n), spec) for n, spec in groups]
     for group_id in kept:
         made[group_id].enable_kv_transfer = False
@@ -64,7 +64,7 @@ def config(num_blocks, *groups, kept=()) -> KVCacheConfig:
 
 
 def random_cache(num_blocks, spec, heads=None, seed=0) -> torch.Tensor:
-    """Head-major ``[B, H, N, C]`` cache with random bytes."""
+    """Return a head-major ``[B, H, N, C]`` cache with random bytes."""
     torch.manual_seed(seed)
     size = torch.empty(0, dtype=spec.dtype).element_size()
     content = spec.state_content_size_bytes // size
@@ -93,14 +93,14 @@ def send_record(w, blocks: KVChecksumBlocks, req_id="r") -> KVChecksumRecord:
 
 
 def whole_sums(workers, blocks, group_id=0) -> list[list[int]]:
-    """Per replica check, the units' sums of all workers together."""
+    """Return the units' sums of all workers together, per replica check."""
     records = [send_record(w, blocks) for w in workers]
     checks = replica_checks(add_records(records, "r", group_id))
     return [[int(v) for v in check] for check in checks]
 
 
 def expected_sums(layers: dict[int, torch.Tensor], ids, start, num_tokens) -> list[int]:
-    """The definition over global caches: layer number -> ``[B, H, N, C]``, by units."""
+    """Evaluate the definition over global caches ``[B, H, N, C]``, by units."""
     data = {n: reference.logical_bytes(c) for n, c in layers.items()}
     size = next(iter(data.values())).shape[2]
     return [
@@ -119,7 +119,7 @@ def values_of(record, req_id="r", group_id=0, column=0) -> list[int]:
 
 
 def groups_of(blocks: KVChecksumBlocks) -> dict[int, tuple[int, list[int]]]:
-    """`blocks.groups` with plain lists, for comparisons."""
+    """Return `blocks.groups` with plain lists, for comparisons."""
     return {g: (start, list(ids)) for g, (start, ids) in blocks.groups.items()}
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Random KV cells, the layouts a cache may keep them in, and their defined sums.
+"""Make random KV cells, the layouts a cache may keep them in, and their defined sums.
 
 Needs numpy and torch alone.
 """
@@ -23,7 +23,7 @@ def factors_of(layer, heads, first_head=0):
 
 
 def view(cells, cache, layer=3, first_head=0):
-    """A view of `cache`, a uint8 ``[B, H, N, C]`` cache that holds `cells`."""
+    """Return a view of `cache`, a uint8 ``[B, H, N, C]`` cache that holds `cells`."""
     content = cells.shape[-1]
     width = next(w for w in (8, 4, 2) if content % w == 0)
     blocks = integer_view(cache, len(cells), width)
@@ -51,7 +51,7 @@ def kernel_split(cells, number=2):
 
 
 def kernel_blocks_of_2(cells):
-    """Several to a unit, and several units to a block."""
+    """Return kernel blocks of 2 tokens: several to a unit, several units to a block."""
     return kernel_split(cells, cells.shape[2] // 2)
 
 
@@ -60,7 +60,7 @@ def kernel_split_token_major(cells):
 
 
 def interleaved(cells):
-    """Another layer's page of the same size before each block."""
+    """Put another layer's page of the same size before each block."""
     wide = torch.zeros(len(cells), 2, *cells.shape[1:], dtype=torch.uint8)
     wide[:, 1] = cells
     return wide[:, 1]
@@ -89,7 +89,7 @@ SHAPES = {
 
 
 def rows_for(tokens, device="cpu"):
-    """Whole, partial and empty units of blocks of `tokens` tokens, last ones first."""
+    """Return whole, partial and empty units of blocks of `tokens`, last ones first."""
     rows, size = ROWS.clone(), reference.unit_size(tokens)
     per_block = tokens // size
     rows[0] = (rows[0] + 1) * per_block - 1 - torch.arange(4) % per_block
@@ -114,7 +114,7 @@ def expected(cells, rows, layer=3, first_head=0):
 
 
 def run(prepare, layers, rows):
-    """Sums of `layers` together, by what `prepare` makes."""
+    """Return the sums of `layers` together, by what `prepare` makes."""
     out = torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
     prepare(layers)(rows, out)
     return [int(v) for v in out.cpu().numpy().view(np.uint64)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Compiles the kernel for GPUs that are not here and reports on the machine code.
+"""Compile the kernel for GPUs that are not here, and report on the machine code.
 
 Run as a program, without Triton's interpreter: prints JSON. Triton compiles for
 any target without a device, and its wheel brings NVIDIA's disassembler.
@@ -71,7 +71,7 @@ def compiled(layer: LayerView, target: GPUTarget):
 
 
 def instructions(cubin: bytes) -> tuple[list[str], list[list[str]]]:
-    """All instructions, and those of every loop."""
+    """Return all instructions, and those of every loop."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -95,7 +95,7 @@ def instructions(cubin: bytes) -> tuple[list[str], list[list[str]]]:
 
 
 def nvidia_report(layer: LayerView, target: GPUTarget) -> dict[str, float]:
-    """Counts per 8-byte piece of the loop over tiles; where the compiler unrolled
+    """Count per 8-byte piece of the loop over tiles; where the compiler unrolled
     it whole, of the whole program, which is more."""
     lines, loops = instructions(compiled(layer, target).asm["cubin"])
     loads = "LDG.E.128"
@@ -120,7 +120,7 @@ def amd_report(layer: LayerView, target: GPUTarget) -> dict[str, float]:
 
 
 def variants() -> dict[str, int]:
-    """Compiled variants that launches over many layers and rows need."""
+    """Return the compiled variants that launches over many layers and rows need."""
     backend = make_backend(TARGETS["sm_90"])
     fn = triton_kernel._layer_checksum_kernel
     binder = create_function_from_signature(fn.signature, fn.params, backend)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances with a group of states beside attention, or of states alone."""
+"""Make instances with a group of states beside attention, or of states alone."""
 
 import zlib
 
@@ -109,7 +109,7 @@ class Hybrid(rig.Instance):
             )
 
     def running(self, request, tokens):
-        """The block vLLM's workers write the state after `tokens` tokens into."""
+        """Return the block that workers write the state after `tokens` tokens into."""
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         row = rows[len(self.layers)]
         return row[(tokens - 1) // self.state_size if self.mode == "align" else 0]
@@ -130,7 +130,7 @@ class Hybrid(rig.Instance):
                     self.damage_state(to)
 
     def fitted(self, conv, temporal):
-        """A producer's states, its conv rows cut or filled up to this side's length."""
+        """Return a producer's states, conv rows cut or filled to this side's."""
         rows = np.zeros((len(conv), self.family.length), conv.dtype)
         length = min(rows.shape[1], conv.shape[1])
         rows[:, :length] = conv[:, :length]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""P and D in one process: real schedulers, real scheduler sides of the connectors,
-real checksum workers and aggregator. What is fake: the forward (it writes KV made from
-token ids and positions), because there is no accelerator, and, unless an instance gets
-real connector workers, the transfer (see `transports`).
+"""Run P and D in one process.
+
+Schedulers, scheduler sides of the connectors, checksum workers and aggregator are real.
+The forward is fake, because there is no accelerator: it writes KV made from token ids
+and positions. So is the transfer (see `transports`), unless an instance gets real
+connector workers.
 """
 
 import json
@@ -70,7 +72,7 @@ MODES = {
 
 
 def write_model(folder: Path) -> str:
-    """A model folder that holds a config alone (weights are never loaded)."""
+    """Return a model folder that holds a config alone (weights are never loaded)."""
     folder.mkdir(exist_ok=True)
     config = dict(
         architectures=["Qwen3ForCausalLM"],
@@ -242,7 +244,7 @@ class Instance:
         self.scheduled: list[tuple[str, int]] = []
 
     def token_specs(self, window):
-        """The unsharded specs of the groups that hold tokens."""
+        """Return the unsharded specs of the groups that hold tokens."""
         specs = [u.full_spec(HEADS, self.block_size, HEAD_SIZE)]
         if window:
             specs.append(
@@ -263,7 +265,7 @@ class Instance:
         return range(group * LAYERS, (group + 1) * LAYERS)
 
     def caches_of(self, stage, rank):
-        """What one worker holds, by layer name."""
+        """Return the caches of one worker, by layer name."""
         heads = slice(rank * HEADS // self.tp, (rank + 1) * HEADS // self.tp)
         return {
             u.names(n)[0]: c[:, heads]
@@ -272,11 +274,11 @@ class Instance:
         }
 
     def local_spec(self, spec):
-        """A group's spec as one TP rank has it."""
+        """Return a group's spec as one TP rank has it."""
         return replace(spec, num_kv_heads=HEADS // self.tp)
 
     def worker_kv_config(self, kv_config, stage, rank):
-        """The whole model's groups as one worker has them: its layers, its heads."""
+        """Return the model's groups as one worker has them: its layers, its heads."""
         here = self.caches_of(stage, rank)
         groups = [
             replace(
@@ -330,7 +332,7 @@ class Instance:
         return request
 
     def write(self, request, first, last):
-        """The forward: KV of tokens ``[first, last)``."""
+        """Run the forward: write the KV of tokens ``[first, last)``."""
         rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         for group, numbers in enumerate(self.layers):
             at = torch.arange(first, last)
@@ -372,7 +374,7 @@ class Instance:
         return output
 
     def assert_every_load_has_one_verdict(self):
-        """Loads started are those judged, failed, aborted or still under way."""
+        """Check that each load started was judged, failed, aborted or is under way."""
         kv_checksum = self.scheduler.kv_checksum
         if kv_checksum is None:
             return
@@ -415,10 +417,10 @@ class Instance:
         """Transfer what is not copied token by token; block ids are per group."""
 
     def loaded(self, req_id, block_ids) -> None:
-        """All of a load has arrived, in these blocks per group; not summed yet."""
+        """Take notice that all of a load has arrived, in these blocks per group."""
 
     def answer_kv_is_right(self, request) -> bool:
-        """Whether the prompt's KV now is what a local prefill writes.
+        """Return whether the prompt's KV now is what a local prefill writes.
 
         Of a sliding window, all that the next token looks at.
         """
@@ -447,11 +449,11 @@ class Instance:
         return self.results[request.request_id][-1]
 
     def loads(self, outcome: str) -> int:
-        """How many loads of this instance's carrier ended as `outcome`."""
+        """Return how many loads of this instance's carrier ended as `outcome`."""
         return self.stats.get(f"loads:{outcome}:{self.transport.carrier.value}", 0)
 
     def tables(self) -> dict[str, int]:
-        """Sizes of every checksum table of scheduler and workers."""
+        """Return sizes of every checksum table of scheduler and workers."""
         kv_checksum = self.scheduler.kv_checksum
         if kv_checksum is None:
             return {}
@@ -469,7 +471,7 @@ _CELLS = torch.randn(
 
 
 def spans(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
-    """The tokens ``[first, last)`` that a step computes, by request id."""
+    """Return the tokens ``[first, last)`` that a step computes, by request id."""
     first = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     first.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -477,7 +479,7 @@ def spans(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
 
 
 def token_kv(layer: int, position, token) -> torch.Tensor:
-    """``(tokens, heads, K and V)`` in one layer; position and token are int64."""
+    """Return one layer's ``(tokens, heads, K and V)``; position and token are int64."""
     return _CELLS[(layer * 2477 + position * 613 + token * 31) % len(_CELLS)]
 
 
@@ -492,7 +494,7 @@ def prefill(p: Instance, req_id, tokens, max_tokens=1):
 
 
 def pair(model, p=None, d=None, **both):
-    """A producer and a consumer; settings of each, and of both."""
+    """Return a producer and a consumer, with settings of each and of both."""
     return (
         Instance(model, "kv_producer", **{**both, **(p or {})}),
         Instance(model, "kv_consumer", **{**both, **(d or {})}),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Holds what is summed of a load against what its connector was told to load.
+"""Compare what is summed of a load with what its connector was told to load.
 
 The truth is the connector's own metadata of the step: the block ids that NIXL (pull and
 push), Mooncake, the Mooncake store and SimpleCPUOffloadConnector hand to their workers.
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass
 class Loads:
-    """What one step's metadata tells connectors to load.
+    """The blocks that one step's metadata tells connectors to load.
 
     ``by_request`` holds block ids per request id and KV cache group id. Some connectors
     name no request: ``together`` holds the blocks of all of theirs.

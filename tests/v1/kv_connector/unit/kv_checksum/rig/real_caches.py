@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Caches as vLLM makes them: real layers' specs, real planning, real allocation.
+"""Make caches as vLLM does: real layers' specs, real planning, real allocation.
 
 Tiny models are built, and vLLM groups, places and allocates the caches of their layers.
 What is fake: at TP 2 the TP group's size and rank are set by hand, as one process holds
@@ -135,14 +135,14 @@ class Rank:
                     self.layers[name].bind_kv_cache(cache)
 
     def page(self, name, block, size) -> np.ndarray:
-        """A layer's bytes in one block, by vLLM's placement."""
+        """Return a layer's bytes in one block, by vLLM's placement."""
         (tensor,) = [t for t in self.cfg.kv_cache_tensors if name in t.layers]
         start = tensor.offset + tensor.layers.index(name) * tensor.layer_stride
         start += block * tensor.block_stride
         return self.raw[start : start + size].numpy()
 
     def cells(self, name, spec, block) -> np.ndarray:
-        """uint8 ``(heads, tokens, bytes)`` of an attention layer."""
+        """Return uint8 ``(heads, tokens, bytes)`` of an attention layer."""
         heads, tokens = spec.num_kv_heads, spec.block_size
         content = spec.state_content_size_bytes
         page = self.page(name, block, heads * tokens * content)
@@ -165,7 +165,7 @@ class Rank:
         return np.concatenate(parts, axis=-1)
 
     def state_rows(self, name, spec, block, conv_layout):
-        """Per state, its rows ``(local rows, elements)`` as unsigned words."""
+        """Return each state's rows ``(local rows, elements)`` as unsigned words."""
         page, at, states = self.page(name, block, spec.page_size_bytes), 0, []
         for i, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
             size = int(np.prod(shape)) * dtype.itemsize

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Connectors' own workers, over the real NIXL (UCX) and Mooncake (TCP), in one process.
+"""Run connectors' own workers over real NIXL (UCX) and Mooncake (TCP), in one process.
 
 One rank per instance, the first. What is real: schedulers, connectors of both roles,
 the hooks in `ActiveKVConnector`, the libraries. What is fake: the forward.
@@ -94,7 +94,7 @@ class RealWorkers(transports.FakeTransport):
         return params
 
     def damaged_results(self, instance, finished_req_ids):
-        """The connector's results; KV is damaged between transfer and summing."""
+        """Damage KV between transfer and summing; return the connector's results."""
         if self.hold_loads:
             return KVConnectorTransferResults()
         results = self.take_results(finished_req_ids)
@@ -118,7 +118,7 @@ class RealWorkers(transports.FakeTransport):
         return [report]
 
     def take_drafts(self, instance, output):
-        """What the drafter will write in this step; until then the blocks are empty."""
+        """Empty the blocks that a drafter writes in this step; return its KV."""
         rows = instance.scheduler.kv_cache_manager.get_block_ids
         blocks = {b for r in output.num_scheduled_tokens for b in rows(r)[0] if b}
         drafts = []
@@ -130,7 +130,7 @@ class RealWorkers(transports.FakeTransport):
         return drafts
 
     def tables(self):
-        """Where payloads lie on the worker side."""
+        """Return the payloads that lie on the worker side, by table."""
         side = self.worker.connector_worker
         checksums = getattr(side, "kv_checksums", None)
         names = ("_outgoing", "_received", "reqs_need_send")
@@ -153,7 +153,7 @@ class RealWorkers(transports.FakeTransport):
 def real_instance(
     stack: ExitStack, model, role: str, transport: str, **settings
 ) -> rig.Instance:
-    """An instance with real workers, closed when `stack` is."""
+    """Return an instance with real workers, closed when `stack` is."""
     if transport == "mooncake":
         settings["kv_connector_extra_config"] = {"mooncake_protocol": "tcp"}
     ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": free_port(), BOOTSTRAP: free_port()}
@@ -167,7 +167,7 @@ def real_instance(
 
 
 class _Passed:
-    """In place of a device's event or stream: all of its work is done."""
+    """A stand-in for a device's event or stream, all of whose work is done."""
 
     cuda_stream = 0
 
@@ -203,7 +203,7 @@ def without_a_device():
 
 
 class _PlacedInstance(rig.Instance):
-    """Its KV cache configuration says where each layer's cache lies."""
+    """An instance whose KV cache configuration says where each layer's cache lies."""
 
     def make_kv_config(self, groups):
         config = super().make_kv_config(groups)
@@ -218,7 +218,7 @@ class _PlacedInstance(rig.Instance):
 
 
 def offloading_instance(stack: ExitStack, model, **settings) -> rig.Instance:
-    """An instance that offloads to host memory and loads from there."""
+    """Return an instance that offloads to host memory and loads from there."""
     instance = _PlacedInstance(
         model,
         "kv_both",
@@ -236,7 +236,7 @@ def offloading_instance(stack: ExitStack, model, **settings) -> rig.Instance:
 def storing_instance(
     stack: ExitStack, model, store: MooncakeStore, **settings
 ) -> rig.Instance:
-    """An instance that stores its prompts in a real Mooncake store, and loads them."""
+    """Return an instance that stores in a real Mooncake store and loads from it."""
     options = {"lookup_rpc_port": free_port()}
     with patch.dict(os.environ, store.environment):
         instance = rig.Instance(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The checksum's definition in plain NumPy, sharing no code with the feature."""
+"""Define the checksum in plain NumPy, sharing no code with the feature."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ MASK = 2**64 - 1
 
 
 def pieces_of(cell_bytes: np.ndarray, width: int | None = None) -> np.ndarray:
-    """uint64 pieces of ``(..., bytes)`` uint8 cells, in the definition's width."""
+    """Return the uint64 pieces of ``(..., bytes)`` uint8 cells, as the definition."""
     content = cell_bytes.shape[-1]
     width = width or next(w for w in (8, 4, 2) if content % w == 0)
     return np.ascontiguousarray(cell_bytes).view(f"<u{width}").astype(np.uint64)
@@ -43,14 +43,14 @@ def slice_sum(
 
 
 def unit_size(block_size: int) -> int:
-    """Tokens that a sum is of."""
+    """Return the number of tokens that a sum covers."""
     return 16 if block_size % 16 == 0 else block_size
 
 
 def unit_sums(
     layers: dict[int, np.ndarray], first: int, num_tokens: int, first_head: int = 0
 ) -> list[int]:
-    """Sums of one block's units; `layers` as `block_sum`."""
+    """Return the sums of one block's units; `layers` as `block_sum`."""
     (tokens,) = {heads.shape[1] for heads in layers.values()}
     size = unit_size(tokens)
     return [
@@ -65,19 +65,19 @@ def unit_sums(
 
 
 def by_blocks(sums: list[int], block_size: int) -> list[int]:
-    """Sums of whole blocks, from those of their units."""
+    """Return the sums of whole blocks, from those of their units."""
     number = block_size // unit_size(block_size)
     return [sum(sums[i : i + number]) & MASK for i in range(0, len(sums), number)]
 
 
 def prompt_digests(token_ids: list[int]) -> tuple[int, int]:
-    """What a payload says of the prompt that it was made for."""
+    """Return what a payload says of the prompt that it was made for."""
     whole_units = len(token_ids) // 16 * 16
     return prompt_digest(token_ids), prompt_digest(token_ids[:whole_units])
 
 
 def prompt_digest(token_ids: list[int]) -> int:
-    """Of some tokens: their number, and the sum of the terms of their ids."""
+    """Return the number of some tokens, and the sum of the terms of their ids."""
     total = len(token_ids)
     for j in range(0, len(token_ids), 2):
         total += prompt_term(j, *token_ids[j : j + 2])
@@ -85,7 +85,7 @@ def prompt_digest(token_ids: list[int]) -> int:
 
 
 def prompt_term(first: int, low: int, high: int = 0) -> int:
-    """The term of the ids of two tokens, the first of which has number `first`."""
+    """Return the term of two tokens' ids, the first of which has number `first`."""
     x = low | high << 32
     y = (x ^ (x >> 33)) * GOLDEN * (first + 1) & MASK
     t = (y >> 32) * 0x9E3779B1
@@ -95,7 +95,7 @@ def prompt_term(first: int, low: int, high: int = 0) -> int:
 def block_sum(
     layers: dict[int, np.ndarray], first: int, num_tokens: int, first_head: int = 0
 ) -> int:
-    """Checksum of one block; `layers`: number -> uint8 ``(heads, tokens, bytes)``."""
+    """Return one block's checksum; `layers`: number -> ``(heads, tokens, bytes)``."""
     return (
         sum(
             slice_sum(heads[h], layer, first_head + h, first, num_tokens)
@@ -107,12 +107,12 @@ def block_sum(
 
 
 def logical_bytes(cache: torch.Tensor) -> np.ndarray:
-    """uint8 ``(B, H, N, bytes)`` of a ``[B, H, N, C]`` cache, any layout."""
+    """Return uint8 ``(B, H, N, bytes)`` of a ``[B, H, N, C]`` cache, any layout."""
     return cache.contiguous().view(torch.uint8).numpy()
 
 
 def state_sum(states: list[np.ndarray], layer: int) -> int:
-    """Checksum of one unsharded layer's states, each ``(rows, elements)``.
+    """Return the checksum of one unsharded layer's states, each ``(rows, elements)``.
 
     Rows are numbered across the states; a row counts as one token whose pieces are
     its elements.

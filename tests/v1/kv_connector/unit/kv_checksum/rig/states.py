@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Unsharded states of Mamba-like layers and what each TP rank's pages hold of them.
+"""Make unsharded states of Mamba-like layers, and each TP rank's pages of them.
 
 Shapes and splits come from vLLM's own calculator; where a rank's rows lie is built
 here from unsharded states, independently of the feature.
@@ -83,7 +83,7 @@ WORDS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 
 
 def unsharded(family, seed, dtypes=DTYPES):
-    """Conv rows ``(dim, state_len)`` and temporal rows, as unsigned words."""
+    """Return conv rows ``(dim, state_len)`` and temporal rows, as unsigned words."""
     draw = np.random.default_rng(seed)
     shapes = (
         (sum(family.conv), family.length),
@@ -96,7 +96,7 @@ def unsharded(family, seed, dtypes=DTYPES):
 
 
 def local_states(family, states, rank, tp):
-    """What a rank holds: its share of each conv segment and of the temporal rows."""
+    """Return a rank's share of each conv segment and of the temporal rows."""
     conv, temporal = states
     parts, at = [], 0
     for i, size in enumerate(family.conv):
@@ -115,7 +115,7 @@ def page_of(conv, temporal, layout, extra=b""):
 
 
 def cache_of(page, seed=0):
-    """``[B, 1, 1, C]`` int8 with `page` in block 3; padded pages, an offset."""
+    """Return ``[B, 1, 1, C]`` int8 with `page` in block 3; padded pages, an offset."""
     content = len(page)
     content += -content % 8
     raw = np.random.default_rng(seed).integers(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances that share a store of KV blocks, in one process.
+"""Let instances in one process share a store of KV blocks.
 
 Real schedulers and real checksum workers. What is fake: the store and its connector
 (a dictionary by block hash; the tests of real servers use a real one) and the
@@ -46,7 +46,7 @@ class Metadata(KVConnectorMetadata):
     saves: list[BlockRun] = field(default_factory=list)
 
     def loads_by_request(self):
-        """Block ids per request and group, to hold against what is summed."""
+        """Return block ids per request and group, to compare with what is summed."""
         return {r: {run.group_id: list(run.block_ids)} for r, run in self.loads.items()}
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Ranks whose workers keep a checksum per block, and hashes of blocks to store."""
+"""Make ranks whose workers keep a checksum per block, and hashes of blocks to store."""
 
 from . import caches as u
 

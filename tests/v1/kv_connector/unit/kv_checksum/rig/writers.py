@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's own writers of attention caches, run without a GPU, one token at a time.
+"""Run vLLM's own writers of attention caches without a GPU, one token at a time.
 
 Caches are vLLM's allocation (`create_kv_cache_views`). Triton writers run in the
 interpreter, torch and C++ ones on the CPU. Where a backend calls an operator that is
@@ -79,7 +79,7 @@ class Writer:
 
 
 def allocate(spec, num_blocks, layout):
-    """A new cache as vLLM views it, and its bytes ``(num_blocks, page bytes)``."""
+    """Return a new cache as vLLM views it, and its bytes ``(blocks, page bytes)``."""
     page = spec.page_size_bytes
     raw = torch.zeros(num_blocks * page, dtype=torch.int8)
     place = KVCacheTensor(raw.numel(), ["layer"], raw.numel(), page)
@@ -113,7 +113,7 @@ _MISSING = (
 
 
 def loaded(path):
-    """A class by its path; FlashInfer's backends import what is not installed."""
+    """Return a class by its path; FlashInfer's backends import missing packages."""
     module, _, name = path.rpartition(".")
     if "flashinfer" not in path:
         return getattr(import_module(module), name)
@@ -137,7 +137,7 @@ def installed(*names):
 
 @contextmanager
 def like_a_gpu():
-    """What Triton's writers ask of a device: tile sizes and fp8 hang on it."""
+    """Answer Triton's writers as a GPU would: tile sizes and fp8 depend on it."""
     with (
         patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         patch.object(
@@ -184,7 +184,7 @@ CACHE_DTYPES = {
 
 
 def twin(key, value, key_cache, value_cache, slots, cache_dtype, k_scale, v_scale):
-    """The Triton twin in vLLM of the operator `reshape_and_cache_flash`."""
+    """Replace the operator `reshape_and_cache_flash` by its Triton twin in vLLM."""
     if key_cache.dtype == torch.uint8:
         key_cache = key_cache.view(torch.float8_e4m3fn)
         value_cache = value_cache.view(torch.float8_e4m3fn)
@@ -194,7 +194,7 @@ def twin(key, value, key_cache, value_cache, slots, cache_dtype, k_scale, v_scal
 
 
 def attention(path, cells, seen="interpreter", head_size_v=None, **spec_changes):
-    """A backend whose implementation has `do_kv_cache_update`."""
+    """Return a backend whose implementation has `do_kv_cache_update`."""
     dims = dict(head_size_v=head_size_v or 32, **spec_changes)
 
     def write(cache, slots):
@@ -228,7 +228,7 @@ def attention(path, cells, seen="interpreter", head_size_v=None, **spec_changes)
 
 
 def attributes_of(cells):
-    """What the implementations' writers read of themselves."""
+    """Return what the implementations' writers read of themselves."""
     mode = KVQuantMode[cells]
     cache_dtype = CACHE_DTYPES[cells]
     return dict(
@@ -250,7 +250,7 @@ def attributes_of(cells):
 
 
 def composite(path, cells):
-    """The writer is the general variant's: Triton attention's."""
+    """Return the general variant's writer, which is Triton attention's."""
     writer = attention(V1 + "triton_attn.TritonAttentionBackend", cells)
     inner = writer.write
 
@@ -265,7 +265,7 @@ def composite(path, cells):
 
 
 def hpc():
-    """HPC attention writes in its forward, before it attends."""
+    """Return the writer of HPC attention, whose forward writes before it attends."""
     path = V1 + "hpc_attn.HpcAttentionBackend"
 
     class Written(Exception):
@@ -317,7 +317,10 @@ def hidden_states():
 def cpu(
     isa, dtype=torch.bfloat16, cache_dtype="auto", head_size=32, size=32, heads=HEADS
 ):
-    """`size` tokens per block; fp8 caches take keys and values in bf16."""
+    """Return CPU attention's writer, for `size` tokens per block.
+
+    For fp8 caches it takes keys and values in bf16.
+    """
     path = V1 + "cpu_attn.CPUAttentionBackend"
     fp8 = cache_dtype != "auto"
     spec = FullAttentionSpec(
@@ -384,7 +387,7 @@ def cpu_latents(path, needs=None):
 
 
 def triton_latents(path, cells):
-    """`fused_norm_rope`, which writes what `concat_and_cache_mla` does."""
+    """Return `fused_norm_rope`, which writes what `concat_and_cache_mla` does."""
     spec = latents(cells)
 
     def write(cache, slots):
@@ -408,7 +411,7 @@ def triton_latents(path, cells):
 
 
 def norm_rope_inputs(slots):
-    """What one of vLLM's DeepSeek kernels takes before an indexer's arguments."""
+    """Return what DeepSeek's kernels take before an indexer's arguments."""
     n = len(slots)
     return (
         torch.arange(n),
@@ -424,7 +427,7 @@ def norm_rope_inputs(slots):
 
 
 def indexer(mx_scales):
-    """Keys of DeepSeek's sparse indexer."""
+    """Return keys of DeepSeek's sparse indexer."""
 
     def write(cache, slots):
         kernels = import_module("vllm.models.deepseek_v32.common.kernels")
@@ -455,7 +458,10 @@ def indexer(mx_scales):
 
 
 def v4_latents(window):
-    """DeepSeek-V4's window cache; blocks are padded to whole latents."""
+    """Return the writer of DeepSeek-V4's window cache.
+
+    Its blocks are padded to whole latents.
+    """
     spec = SlidingWindowMLASpec(
         block_size=4,
         num_kv_heads=1,

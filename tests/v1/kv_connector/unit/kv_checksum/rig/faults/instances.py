@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances whose machinery misbehaves, as `Faults` draws it.
+"""Let the machinery of instances misbehave, as `Faults` draws it.
 
 Schedulers, connectors' scheduler sides, checksum workers and the aggregator are real.
 A forward writes other bytes each time it computes the same tokens, as GPUs may, so
@@ -27,8 +27,8 @@ from .records import Faults, Load, Misreports
 _MAX_PREEMPTIONS = 5
 
 
-class Unruly:
-    """What `rig.Instance` and its heirs do wrong here."""
+class Faulty:
+    """The faults of `rig.Instance` and its heirs."""
 
     def __init__(self, *args, faults: Faults, **settings):
         super().__init__(*args, **settings)
@@ -74,7 +74,7 @@ class Unruly:
     unchecked = False
 
     def _note_failures(self, told: KVConnectorOutput) -> None:
-        """Loads that the scheduler is about to be told of as failed."""
+        """Note the loads that the scheduler is about to be told of as failed."""
         rows = self.scheduler.kv_cache_manager.get_block_ids
         for req_id, load in self.loads_now.items():
             if load.end is None and (
@@ -84,7 +84,7 @@ class Unruly:
                 load.end = "failed"
 
     def check_counters(self) -> None:
-        """Every load has one end, and the counters say which."""
+        """Check that every load has one end, and that the counters say which."""
         self.assert_every_load_has_one_verdict()
         kv_checksum = self.scheduler.kv_checksum
         stats = Counter(self.stats) + kv_checksum._stats
@@ -116,7 +116,7 @@ class Unruly:
         return verdict
 
     def awaited(self) -> dict[str, int]:
-        """The sends and loads whose sums are awaited, with their numbers."""
+        """Return the sends and loads whose sums are awaited, with their numbers."""
         kv_checksum = self.scheduler.kv_checksum
         pending = {**kv_checksum._sends, **kv_checksum._recvs}
         return {req_id: p.blocks.seq for req_id, p in pending.items()}
@@ -132,7 +132,7 @@ class Unruly:
             load.unheard |= why in ("drop", "garble", "worker") and not repeated
 
     def note_repeated(self, record) -> None:
-        """A record that comes once more may bring an old payload for a reused id."""
+        """Note that a repeated record may bring an old payload for a reused id."""
         for req_id, data in record.received.items():
             pending = self.scheduler.kv_checksum._recvs.get(req_id)
             if pending is None or pending.received is not None:
@@ -168,7 +168,7 @@ class Unruly:
         return self._allocate(request, *args, **kwargs)
 
     def preempt_one(self) -> None:
-        """As `reset_prefix_cache(reset_running_requests=True)` does, of one request."""
+        """Preempt a request as `reset_prefix_cache(reset_running_requests=True)`."""
         scheduler = self.scheduler
         running = [r for r in scheduler.running if _may_preempt(r)]
         if not running or not self.faults.draw_any(
@@ -211,14 +211,14 @@ class Unruly:
         return outputs
 
     def load_in_step(self, output) -> None:
-        """Loads that the step needs which brings them."""
+        """Load what the step needs that brings it."""
 
     def in_flight(self) -> set[str]:
-        """Requests of steps whose output has not arrived."""
+        """Return the requests of steps whose output has not arrived."""
         return {r for output, _ in self.steps for r in output.num_scheduled_tokens}
 
     def _forwards(self, output):
-        """Requests, block ids and tokens of a step; tables change before it runs."""
+        """Return a step's requests, block ids and tokens, before tables change."""
         rows = self.scheduler.kv_cache_manager.get_block_ids
         return [
             (self.scheduler.requests[req_id], rows(req_id), first, last)
@@ -239,7 +239,7 @@ class Unruly:
                 self.kv[n][place] = rig.token_kv(n, at[live], tokens[live])
 
     def _check_not_run_on(self, request, rows, first) -> None:
-        """Fail-closed, no request runs on what its load damaged."""
+        """Check that, fail-closed, no request runs on what its load damaged."""
         load = self.loads_now.get(request.request_id)
         if load is None or load.bad is None or load.verdict is None:
             return
@@ -270,7 +270,7 @@ class Unruly:
     # ---- workers and what they load
 
     def replace_a_worker(self) -> None:
-        """A worker starts anew; what it was asked to sum is forgotten."""
+        """Start a worker anew, which forgets what it was asked to sum."""
         at = self.rng.randrange(len(self.workers))
         old = self.workers[at]
         if not old._recvs or not self.faults.draw("worker", 0.3):
@@ -282,7 +282,7 @@ class Unruly:
         )
 
     def arrive(self, req_id: str, block_ids: list[int]) -> None:
-        """A load's KV is here; ranks report that in this step or in one of the next."""
+        """Let a load's KV arrive; ranks report it in this step or in a later one."""
         load = self.loads_now[req_id]
         load.arrived = True
         if not load.failed and self.faults.draw("load", 0.4):
@@ -298,7 +298,7 @@ class Unruly:
     invalid: set[int]
 
     def report(self, rank: int, output, results) -> KVConnectorOutput:
-        """What one worker reports for a step."""
+        """Return what one worker reports for a step."""
         due = self.due[rank]
         finished = {r for r, number in due.items() if number <= self.number}
         for req_id in finished:
@@ -330,7 +330,7 @@ class Unruly:
         return report
 
     def damage_blocks(self, load: Load, block_ids: list[int]) -> None:
-        """Perhaps damage KV of a load in one of its blocks."""
+        """Damage, perhaps, a load's KV in one of its blocks."""
         if not block_ids or self.rng.random() > 0.25:
             return
         layer, block = self.rng.choice(self.layers[0]), self.rng.choice(block_ids)
@@ -353,7 +353,7 @@ def _may_preempt(request) -> bool:
     return request.num_preemptions < _MAX_PREEMPTIONS
 
 
-class UnrulyInstance(Unruly, rig.Instance):
+class FaultyInstance(Faulty, rig.Instance):
     """One side of a pair."""
 
     def __init__(self, *args, **settings):
@@ -410,7 +410,7 @@ class UnrulyInstance(Unruly, rig.Instance):
         return True
 
     def _delay_payloads(self, rank: int, results) -> None:
-        """Payloads that a connector brings come late, or once more."""
+        """Let payloads that a connector brings come late, or once more."""
         for number, late_rank, payloads in list(self._late):
             if number <= self.number and late_rank == rank:
                 self._late.remove((number, late_rank, payloads))

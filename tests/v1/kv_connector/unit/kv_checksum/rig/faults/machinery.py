@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""P and D, and instances that share a store, while the machinery misbehaves.
+"""Run P and D, and instances that share a store, while the machinery misbehaves.
 
 A run is drawn from its seed: parallelism, async scheduling, what a failed load leads
 to, requests, faults. It raises AssertionError unless
@@ -25,19 +25,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
+
+from tqdm import tqdm
 
 from .. import instances as rig
 from .records import KINDS, Faults
 from .runs import PairRun, StoreRun
-from .stores import InStepStore, UncheckedStore, UnrulyStore
+from .stores import FaultyStore, InStepStore, UncheckedStore
 
-STORES = {"store": UnrulyStore, "no checksums": UncheckedStore, "in step": InStepStore}
+STORES = {"store": FaultyStore, "no checksums": UncheckedStore, "in step": InStepStore}
 CARRIERS = ("pull", "push", "mooncake", *STORES)
 
 
 def run(model: str, carrier: str, kind: str, seed: int, counts: Counter) -> Counter:
-    """One run with the faults of a kind, or of "all"; what loads were and became."""
+    """Run with the faults of a kind, or of "all"; return what loads were and became."""
     faults = Faults(
         random.Random(f"{carrier} {kind} {seed}"),
         frozenset(KINDS if kind == "all" else {kind}),
@@ -66,14 +69,15 @@ def main() -> int:
     counts: Counter = Counter()
     table: dict[str, Counter] = {kind: Counter() for kind in (*KINDS, "all")}
     failures, began = [], time.monotonic()
-    for seed in range(arguments.seed, arguments.seed + arguments.n):
-        for kind, row in table.items():
-            for carrier in CARRIERS:
-                try:
-                    row.update(run(model, carrier, kind, seed, counts))
-                except Exception as error:
-                    failures.append(f"{carrier} {kind} {seed}: {error!r}"[:400])
-                    print("FAILED", failures[-1], flush=True)
+    seeds = range(arguments.seed, arguments.seed + arguments.n)
+    for seed, kind, carrier in tqdm(
+        list(product(seeds, table, CARRIERS)), desc="machinery", disable=None
+    ):
+        try:
+            table[kind].update(run(model, carrier, kind, seed, counts))
+        except Exception as error:
+            failures.append(f"{carrier} {kind} {seed}: {error!r}"[:400])
+            tqdm.write(f"FAILED {failures[-1]}")
     print_table(table)
     for name, number in sorted(counts.items()):
         print(f"{number:8d}  {name}")

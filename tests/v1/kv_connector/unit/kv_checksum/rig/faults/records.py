@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Faults of the machinery, drawn from a seed, and what they do to workers' records."""
+"""Draw faults of the machinery from a seed, and apply them to workers' records."""
 
 import pickle
 import random
@@ -43,19 +43,19 @@ class Faults:
     calm: bool = False
 
     def draw(self, kind: str, chance: float) -> bool:
-        """Whether a fault happens here; rarer the more kinds are active."""
+        """Return whether a fault happens here; the more kinds are active, the rarer."""
         if self.calm or kind not in self.active:
             return False
         return self.rng.random() < chance / len(self.active) ** 0.5
 
     def draw_any(self, **chances: float) -> bool:
-        """As `draw`, for what several kinds bring about."""
+        """Draw as `draw` does, for what several kinds bring about."""
         return any([self.draw(kind, chance) for kind, chance in chances.items()])
 
 
 @dataclass
 class Load:
-    """What is known of one load, whatever the checksums say.
+    """The truth about one load, whatever the checksums say.
 
     Attributes:
         damaged: its KV is not what was sent, or stored; `bad` says where: layer,
@@ -88,7 +88,7 @@ class Load:
     end: str | None = None
 
     def allowed(self) -> set[str]:
-        """The verdicts that are right."""
+        """Return the verdicts that are right."""
         if self.unchecked:
             return {"unverified"}
         if self.payload == "own":
@@ -107,12 +107,12 @@ class Load:
 
 
 def copy(record: KVChecksumRecord) -> KVChecksumRecord:
-    """What arrives of a record in another process."""
+    """Return a record as it arrives in another process."""
     return pickle.loads(pickle.dumps(record))
 
 
 class Misreports:
-    """What becomes of the workers' records on their way to the scheduler.
+    """The faults of the workers' records on their way to the scheduler.
 
     Args:
         excuse: told the request ids of which something is lost, and why.
@@ -136,7 +136,7 @@ class Misreports:
         self._step = 0
 
     def apply(self, reports: list) -> None:
-        """One step's reports, each a `KVConnectorOutput` of one worker."""
+        """Change one step's reports, each a `KVConnectorOutput` of one worker."""
         self._step += 1
         found = [r.kv_checksums.finalize() if r.kv_checksums else [] for r in reports]
         records = [[copy(record) for record in mine] for mine in found]
@@ -153,7 +153,7 @@ class Misreports:
             report.kv_checksums = KVChecksumOutput(mine) if mine else None
 
     def _scope(self, records: list[list[KVChecksumRecord]]) -> tuple[str, set[int]]:
-        """Some of the workers that report something, and what they are."""
+        """Return some of the workers that report something, and a word for them."""
         ranks = [i for i, mine in enumerate(records) if mine]
         one = self.rng.choice(ranks)
         stage = {i for i in ranks if records[i][0].pp_rank == records[one][0].pp_rank}
@@ -209,7 +209,7 @@ class Misreports:
                 mine.insert(self.rng.randint(0, len(mine)), record)
 
     def _old_record(self) -> KVChecksumRecord:
-        """Rather one of an earlier send or load of an id that is awaited."""
+        """Return a record, rather of an earlier send or load of an awaited id."""
         pending = self.pending()
         named = [r for r in self.old if pending.keys() & _request_ids(r)]
         other = [
@@ -220,7 +220,7 @@ class Misreports:
         return self.rng.choice(other or named or self.old)
 
     def _garble(self, record: KVChecksumRecord) -> None:
-        """One request's sums are of something else, and say so, or are incomplete."""
+        """Let one request's sums be of something else, and say so, or be incomplete."""
         if not record.checksums:
             return
         req_id = self.rng.choice(sorted(record.checksums))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""P and D, and instances that share a store, from a run's first request to its end."""
+"""Run P and D, or instances that share a store, from the first request to the end."""
 
 import gc
 import types
@@ -13,9 +13,9 @@ from vllm.v1.request import RequestStatus
 
 from .. import instances as rig
 from .. import store
-from .instances import UnrulyInstance
+from .instances import FaultyInstance
 from .records import Faults, Load
-from .stores import UnrulyStore
+from .stores import FaultyStore
 
 MAX_STEPS = 150
 NUM_REQUESTS = 14
@@ -44,7 +44,7 @@ class Transfer:
 
 
 class Run:
-    """What both kinds of runs share.
+    """The part that both kinds of runs share.
 
     `shares`: how many halves of a prompt it may have in common with others.
     """
@@ -94,7 +94,7 @@ class Run:
             instance.check_counters()
 
     def prompt(self) -> list[int]:
-        """Prompts of one family share a prefix; many end near a block's end."""
+        """Draw a prompt: families share a prefix, many end near a block's end."""
         number = 16 * self.rng.randint(1, 9) + self.rng.choice([-3, -2, -1, 0, 1, 7])
         family = self.rng.choice(self.families)
         tail = rig.tokens(40, self.rng.randrange(10**6))
@@ -125,7 +125,7 @@ class Run:
         self.outcomes[truth, load.verdict] += 1
 
     def check_end(self, transfer: Transfer) -> None:
-        """A request of D ended by itself: that fits its load's outcome."""
+        """Check that a request of D which ended by itself fits its load's outcome."""
         load, status = transfer.load, transfer.request.status
         failed = self.mode.get("policy", "fail") == "fail" and (
             bool(load.failed)
@@ -163,7 +163,7 @@ class Run:
 
     @staticmethod
     def left(instance) -> dict:
-        """Everything that may grow: table sizes, blocks in use, what workers hold."""
+        """Return everything that may grow: tables, blocks in use, what workers hold."""
         kv_checksum = instance.scheduler.kv_checksum
         sizes = {
             name: len(value)
@@ -179,7 +179,7 @@ class Run:
 
 
 def count_tensors(root: object) -> int:
-    """Tensors that can be reached from an object, code and modules left out."""
+    """Count the tensors that an object refers to, code and modules left out."""
     seen, todo, found = set(), [root], 0
     while todo:
         item = todo.pop()
@@ -212,7 +212,7 @@ class PairRun(Run):
         self.start_d()
 
     def start_p(self) -> None:
-        self.p = UnrulyInstance(
+        self.p = FaultyInstance(
             self.model,
             "kv_producer",
             transport=self.transport,
@@ -226,7 +226,7 @@ class PairRun(Run):
         self.started.append(self.p)
 
     def start_d(self) -> None:
-        self.d = UnrulyInstance(
+        self.d = FaultyInstance(
             self.model,
             "kv_consumer",
             transport=self.transport,
@@ -251,7 +251,7 @@ class PairRun(Run):
             self.of_id[req_id].load.excuses.add(why)
 
     def alter_payload(self, p_id: str, data: bytes) -> bytes | None:
-        """A payload is lost, or another request's comes instead."""
+        """Lose a payload, or let another request's come instead."""
         transfer = self.of_id[p_id]
         others = [old for first, old in self.sent if first != transfer.prompt[0]]
         self.sent.append((transfer.prompt[0], data))
@@ -327,7 +327,7 @@ class PairRun(Run):
             self.free_ids.append((transfer.p_id, transfer.d_id))
 
     def release(self) -> None:
-        """What nobody loaded any more is freed, as when its lease runs out."""
+        """Free what nobody loaded any more, as when its lease runs out."""
         for at, transfer in list(self.unreleased):
             p_id, d_id = transfer.p_id, transfer.d_id
             loading = (
@@ -379,7 +379,7 @@ class PairRun(Run):
             self.end(transfer)
 
     def restart_d(self) -> None:
-        """D starts anew; the old one's records come late; clients ask again."""
+        """Start D anew; the old one's records come late, and clients ask again."""
         old = self.d
         self.faults.counts["restart: D"] += 1
         self.faults.counts["restart: D's loads under way"] += len(old.transport.loading)
@@ -420,7 +420,7 @@ class StoreRun(Run):
 
     shares = (1, 2, 2)
 
-    def __init__(self, model, faults, outcomes, kind=UnrulyStore):
+    def __init__(self, model, faults, outcomes, kind=FaultyStore):
         super().__init__(model, faults, outcomes)
         self.kind = kind
         store.STORE.clear()
@@ -429,7 +429,7 @@ class StoreRun(Run):
         self.both = [self.start(), self.start()]
         self.before = [self.left(instance) for instance in self.both]
 
-    def start(self) -> UnrulyStore:
+    def start(self) -> FaultyStore:
         instance = self.kind(self.model, **self.shared)
         self.started.append(instance)
         instance.judged = self.judged

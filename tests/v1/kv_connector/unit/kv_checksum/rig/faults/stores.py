@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Instances that share a store, and whose machinery misbehaves."""
+"""Let the machinery of instances that share a store misbehave."""
 
 from vllm.distributed.kv_transfer.kv_checksum.stored import BlockRun
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -8,10 +8,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from .. import store
-from .instances import Unruly
+from .instances import Faulty
 
 
-class UnrulyStore(Unruly, store.StoringInstance):
+class FaultyStore(Faulty, store.StoringInstance):
     """An instance that loads what it stored."""
 
     def __init__(self, *args, **settings):
@@ -61,8 +61,8 @@ class UnrulyStore(Unruly, store.StoringInstance):
         return super().tables() | {"loads": len(self.loading)}
 
 
-class UncheckedStore(UnrulyStore):
-    """One whose store keeps no checksums: nobody checks what it loads."""
+class UncheckedStore(FaultyStore):
+    """An instance whose store keeps no checksums: nobody checks what it loads."""
 
     unchecked = True
 
@@ -72,7 +72,7 @@ class UncheckedStore(UnrulyStore):
 
 
 class InStepStore(UncheckedStore):
-    """One that loads in the step that uses what is loaded."""
+    """An instance that loads in the step that uses what is loaded."""
 
     loads_in_step = True
 
@@ -89,7 +89,7 @@ class InStepStore(UncheckedStore):
         return self._found(request, num_computed_tokens)[0], False
 
     def _plan(self, request, blocks, num_tokens):
-        """The blocks behind the loaded ones are for what the step computes."""
+        """Leave the blocks behind the loaded ones to what the step computes."""
         self._allocated(request, blocks, 0)
         if num_tokens:
             (ids,) = blocks.get_block_ids()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""An instance whose connector is made up, for walks over orders of events.
+"""Make an instance whose connector is made up, for walks over orders of events.
 
 Scheduler, KV cache manager and the checksum code in the scheduler are real. KV is one
 number per block and worker.
@@ -51,14 +51,14 @@ MODES: dict[str, dict[str, Any]] = {
 
 @cache
 def right_kv(prompt: tuple[int, ...], rank: int) -> int:
-    """What one worker holds of the last block of a prompt."""
+    """Return one worker's KV of the last block of a prompt."""
     digest = blake2b(repr((prompt, rank)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 @cache
 def right_blocks(prompt: tuple[int, ...]) -> list[list[int]]:
-    """Per block, every worker's part."""
+    """Return every worker's part, per block."""
     ends = [min(at + BLOCK, len(prompt)) for at in range(0, len(prompt), BLOCK)]
     return [[right_kv(prompt[:end], rank) for rank in range(WORKERS)] for end in ends]
 
@@ -83,7 +83,7 @@ def payload_text(prompt: tuple[int, ...]) -> str:
 
 @cache
 def other(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """A prompt of as many tokens with no block in common."""
+    """Return a prompt of as many tokens with no block in common."""
     return tuple(rig.tokens(len(prompt), 3))
 
 
@@ -111,7 +111,7 @@ class Setup:
 
     @property
     def loaded_once(self) -> bool:
-        """A prefill instance's KV is offered once; stores offer theirs again."""
+        """Return whether KV is offered once, by a prefill instance, not a store."""
         return self.carrier in ("kv_transfer_params", "connector")
 
     @property
@@ -124,7 +124,7 @@ class Setup:
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """What a step tells workers to load: per request id its blocks."""
+    """The blocks that a step tells workers to load, by request id."""
 
     loads: dict[str, list[int]] = field(default_factory=dict)
 
@@ -188,7 +188,7 @@ class UndeclaredConnector(KVConnectorBase_V1):
 
 
 class CarryingConnector(UndeclaredConnector):
-    """One that carries checksums, or stores them with the KV."""
+    """A connector that carries checksums, or stores them with the KV."""
 
     def kv_checksum_carrier(self, request, receiving):
         if receiving != (self.setup.role == "load") or not self.setup.loaded_once:
@@ -245,7 +245,7 @@ class Site:
         self.connector.setup = setup
 
     def left(self) -> dict[str, int]:
-        """What the checksum code and the scheduler hold that must be gone."""
+        """Return what the checksum code and the scheduler still hold and must not."""
         sizes = {
             name: len(value)
             for name, value in vars(self.checksums).items()

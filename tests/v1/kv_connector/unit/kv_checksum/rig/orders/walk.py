@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One vLLM scheduler with checksums, and everything that may happen to its loads.
+"""Walk one vLLM scheduler with checksums through everything that loads may meet.
 
 The scheduler, its KV cache manager, requests, the aggregator of workers' outputs and
 the checksum code in the scheduler are real, so every order of events is one that
@@ -127,7 +127,7 @@ class Order:
         self.scheduler.add_request(request)
 
     def may_add_again(self) -> bool:
-        """Whether an id is free to be used again, at once or in the next step."""
+        """Return whether an id may be used again, at once or in the next step."""
         aborted = [
             r
             for r in self.requests.values()
@@ -137,7 +137,7 @@ class Order:
         return bool(aborted) and not self.reused and self.idle < 3
 
     def between_steps(self) -> None:
-        """At most one thing, and requests arrive."""
+        """Do at most one thing between two steps, and let requests arrive."""
         arrived = len(self.requests)
         if self.waiting and not arrived:
             self.add(self.waiting.pop(0))
@@ -175,7 +175,7 @@ class Order:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def add_again(self, name: str) -> None:
-        """Another request of the same id."""
+        """Add another request of the same id."""
         self.reused += 1
         self.workers.lost_sends.discard(name)
         self.add(name)
@@ -191,7 +191,7 @@ class Order:
         self.scheduler.kv_cache_manager.reset_prefix_cache()
 
     def stale_records(self) -> list[KVChecksumRecord]:
-        """Of an earlier load or send of an id that is loaded or sent now."""
+        """Return records of an earlier load or send of an id that is in use now."""
         checksums = self.site.checksums
         now = {**checksums._sends, **checksums._recvs}
         return [
@@ -232,7 +232,7 @@ class Order:
             self.run_step(*self.steps.popleft())
 
     def note_loads(self) -> None:
-        """The connector was told of loads: just these blocks must be summed."""
+        """Note the loads that the connector was told of: these must be summed."""
         for req_id, first, ids in self.connector.told:
             old = self.now.get(req_id)
             if old is not None and not old.end:
@@ -249,7 +249,7 @@ class Order:
         self.connector.told.clear()
 
     def draw(self, load: Load) -> None:
-        """What becomes of a load that starts."""
+        """Draw what becomes of a load that starts."""
         setup, choose = self.setup, self.choose
         load.damaged = choose([False, True])
         if not setup.is_async:
@@ -271,7 +271,7 @@ class Order:
             load.payload = load.request.kv_transfer_params["becomes"]
 
     def run_step(self, output: Any, forwards: list) -> None:
-        """A step runs on the workers, and the scheduler gets its output."""
+        """Run a step on the workers, and give the scheduler its output."""
         reports, in_step = self.workers.step(self.tick, self.now, output, forwards)
         per_worker = [self.runner_output(output, report) for report in reports]
         result = self.aggregator.aggregate(per_worker)
@@ -288,7 +288,7 @@ class Order:
         self.note_loads()  # those that waited for this step
 
     def forwards_of(self, output: Any) -> list[tuple[Any, list[int], int, int]]:
-        """What a step computes: requests, blocks, tokens. Tables change meanwhile."""
+        """Return a step's requests, blocks and tokens; the tables change meanwhile."""
         found = []
         for req_id, (first, last) in rig.spans(output).items():
             request = self.scheduler.requests[req_id]
@@ -311,7 +311,7 @@ class Order:
         )
 
     def expect(self, told: Any, in_step: list[Load]) -> None:
-        """What this output ends, before the scheduler hears of it."""
+        """Note what this output ends, before the scheduler hears of it."""
         for load in self.now.values():
             if load.end:
                 continue
@@ -337,7 +337,7 @@ class Order:
         return verdict
 
     def check_whole_prompt(self, request: Any, num_tokens: int) -> None:
-        """Of a verified load, what was found locally is right, too.
+        """Check that what a verified load found locally is right, too.
 
         Unless it came of a load that nobody could check and that was used all the
         same.
@@ -351,7 +351,7 @@ class Order:
                 assert unseen and self.setup.mode == "open", f"on bad KV: {source}"
 
     def hand_over(self, request: Any, ids: list[int], result: Any) -> Any:
-        """A prefill instance's request ended: what is in its blocks now is sent."""
+        """Send what is in the blocks of a prefill instance's request that ended."""
         if self.setup.role == "send":
             ids = ids[: -(-request.num_prompt_tokens // BLOCK)]
             sums = [sum(self.workers.memory.get(i, ())) & MASK for i in ids]
@@ -386,7 +386,7 @@ class Order:
         return outcomes + Counter({k: n for k, n in ends.items() if k != "judged"})
 
     def never_told(self) -> int:
-        """Loads that waited for earlier steps when their request was aborted."""
+        """Return loads that waited for earlier steps when their request was aborted."""
         stats = self.site.checksums._stats
         return (
             stats["loads_started"] - len(self.workers.loads)
@@ -395,7 +395,7 @@ class Order:
         )
 
     def check_answers(self) -> None:
-        """A payload is of what is in the blocks; it is missing if sums were lost."""
+        """Check that payloads fit the blocks, and are missing if sums were lost."""
         for req_id, params in self.answers.items():
             if self.setup.role != "send":
                 continue
@@ -434,7 +434,7 @@ class Deviations:
         return options[chosen]
 
     def advance(self) -> bool:
-        """To the next sequence; whether there is one."""
+        """Go to the next sequence; return whether there is one."""
         self.at = self.used = 0
         while self.path and self.path[-1][0] + 1 == self.path[-1][1]:
             self.path.pop()
@@ -444,7 +444,7 @@ class Deviations:
 
 
 def walk(model: str, setup: Setup, names: str, most: int) -> tuple[int, Counter]:
-    """Every order of at most `most` unusual events; how many, and what loads became."""
+    """Walk every order of at most `most` unusual events; count orders and ends."""
     site, choices, ends, number = Site(model, setup), Deviations(most), Counter(), 0
     while True:
         try:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What workers load and report, and what is known of a load apart from checksums."""
+"""Load and report as workers do, and know of each load what checksums do not tell."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class Load:
         return self.request.request_id
 
     def allowed(self, setup: Setup) -> set[str]:
-        """The verdicts that are right for it."""
+        """Return the verdicts that are right for it."""
         if setup.unchecked or self.payload in ("late", "never"):
             return {"unverified"}
         if self.payload == "other":
@@ -78,7 +78,7 @@ class Load:
 
 
 class Worker:
-    """What one worker is asked and reports."""
+    """One worker: what it is asked, and what it reports."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -124,7 +124,7 @@ class Workers:
     def step(
         self, tick: int, now: dict[str, Load], output: Any, forwards: Sequence
     ) -> tuple[list[KVConnectorOutput], list[Load]]:
-        """A step's reports, and the loads that were brought in it.
+        """Return a step's reports, and the loads that were brought in it.
 
         Args:
             now: each request's last load.
@@ -140,7 +140,7 @@ class Workers:
         return [self.report(w, output, invalid) for w in self.each], in_step
 
     def start_loads(self, output: Any, invalid: set[int]) -> list[Load]:
-        """Loads of this step arrive at once, asynchronous ones later."""
+        """Start loads: those of this step arrive at once, asynchronous ones later."""
         told = output.kv_connector_metadata.loads
         in_step = []
         for load in self.loads:
@@ -157,7 +157,7 @@ class Workers:
         return in_step
 
     def arrive(self, load: Load, rank: int) -> None:
-        """One worker's part of a load is here."""
+        """Let one worker's part of a load arrive."""
         prompt = tuple(load.request.prompt_token_ids)
         for at, block in enumerate(load.block_ids):
             right = right_blocks(prompt)[load.first + at][rank]
@@ -170,7 +170,7 @@ class Workers:
                 self.bad_from[block] = load
 
     def compute(self, request: Any, row: list[int], first: int, last: int) -> None:
-        """KV of prompt tokens ``[first, last)``; bad if any before it is."""
+        """Write KV of prompt tokens ``[first, last)``, bad if any before it is."""
         parts = right_blocks(tuple(request.prompt_token_ids))
         for at in range(first // BLOCK, -(-last // BLOCK)) if first < last else ():
             block = row[at]
@@ -224,7 +224,7 @@ class Workers:
         return result
 
     def failed_blocks(self, worker: Worker, result: Any) -> set[int]:
-        """Worker 0 names blocks that it could not load."""
+        """Return the blocks that worker 0 could not load."""
         return {
             load.block_ids[-1]
             for load in self.loads
@@ -236,7 +236,7 @@ class Workers:
         }
 
     def report_load(self, worker: Worker, load: Load, result: Any) -> list:
-        """What a worker says of one load in this step."""
+        """Return what a worker says of one load in this step."""
         due = load.due[worker.rank]
         records = []
         first = all(d is not None for d in load.due) and load.payload == "early"
@@ -270,7 +270,7 @@ class Workers:
         return payload_bytes(other(prompt) if load.payload == "other" else prompt)
 
     def carried(self, worker: Worker, load: Load) -> list[KVChecksumRecord]:
-        """The payload that this worker's connector received with the load."""
+        """Return the payload that this worker's connector received with the load."""
         if self.setup.carrier != "connector":
             return []
         with_rank = {"right": (0,), "other": (0,), "other worker": (1,)}
@@ -289,7 +289,7 @@ class Workers:
         return []
 
     def entries(self, worker: Worker, load: Load, blocks: Any) -> dict[str, Any]:
-        """The stored checksums that come back: sums of what was stored, and tags."""
+        """Return stored checksums as they come back: sums of what was stored, tags."""
         if load.payload == "never" and worker.rank == 1:
             return {}
         start, ids = blocks.groups[0]
