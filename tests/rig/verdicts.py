@@ -80,8 +80,9 @@ def settled(server: Server, timeout: float = SETTLED_S) -> Loads:
     """
     deadline = time.monotonic() + timeout
     while True:
-        # Statistics travel with steps, and an idle engine makes none.
-        server.completions([5], 1).raise_for_status()
+        # Statistics travel with steps, and an idle engine makes none. With a prompt of one token vLLM's ExampleConnector
+        # says that it has a negative number of tokens.
+        server.completions([5, 5], 1).raise_for_status()
         found = counted(server)
         if found.under_way == 0:
             return found
