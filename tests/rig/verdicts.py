@@ -25,6 +25,9 @@ SETTLED_S = 30
 NOT_SUMMED = "none"
 """The carrier's label of loads that nobody sums."""
 
+LOCAL = "local"
+"""The carrier's label of hits in the server's own prefix cache: they are judged, and are no loads."""
+
 
 @dataclass(frozen=True)
 class Loads:
@@ -41,8 +44,8 @@ class Loads:
     @property
     def under_way(self) -> int:
         """How many loads have not ended yet."""
-        ended = self.failed + self.aborted + sum(self.judged.values())
-        return self.started - ended
+        judged = sum(n for (_, by), n in self.judged.items() if by != LOCAL)
+        return self.started - self.failed - self.aborted - judged
 
     def of(self, verdict: str) -> int:
         """How many loads had this verdict."""
@@ -51,7 +54,9 @@ class Loads:
     @property
     def summed(self) -> int:
         """How many loads workers were asked to sum and that were judged."""
-        return sum(n for (_, by), n in self.judged.items() if by != NOT_SUMMED)
+        return sum(
+            n for (_, by), n in self.judged.items() if by not in (NOT_SUMMED, LOCAL)
+        )
 
 
 def counted(server: Server) -> Loads:

@@ -1,0 +1,201 @@
+"""Connectors that load KV in the very step that uses it.
+
+vLLM's OffloadingConnector with a budget for such loads and its ExampleConnector, and the rig's own connector outside vLLM's
+tree. Rig only: forked servers; OffloadingConnector copies without a GPU's streams.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rig import tampering
+from rig.families import tiny
+from rig.model import tiny_qwen3
+from rig.servers import serving
+
+from e2e import pairs, reloads
+from e2e.reloads import BLOCK, LEDGER, LOADED
+
+pytestmark = pytest.mark.e2e
+
+ASYNC = {
+    "args": ("--async-scheduling",),
+    "env": {"KV_CHECKSUM_RIG_ASYNC_SCHEDULING": "1"},
+}
+"""What makes a server schedule a step before the last one's output is there, which vLLM drops on CPUs."""
+
+SERVERS = {
+    "offloading": (
+        "OffloadingConnector",
+        {"extra": {**reloads.OFFLOADING, "sync_load_budget_bytes": 64 << 20}},
+    ),
+    "host-store": ("HostStore", {"transfer": reloads.HOST_STORE, **ASYNC}),
+    "host-store-later": (
+        "HostStore",
+        {"transfer": reloads.HOST_STORE, "extra": {"asynchronous": True}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def common(forks):
+    return {
+        "model": tiny_qwen3("float32"),
+        "dtype": "float32",
+        "fork_server": forks,
+    }
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def served(request, common):
+    """A fail-open server."""
+    connector, options = SERVERS[request.param]
+    server = reloads.instance(f"sync-{request.param}", connector, **options, **common)
+    with serving(server):
+        reloads.computed(server)
+        yield server
+
+
+@pytest.mark.parametrize("kind", reloads.DAMAGE)
+def test_damage_in_the_store_reaches_the_cache(kind, served):
+    known, answer, report = reloads.damaged(served, kind)
+    assert known.differing(served, answer) == {0: report["positions"]}
+
+
+@LEDGER
+def test_loads_are_verified(served):
+    known = reloads.computed(served)
+    answer = reloads.load_again(served, known.prompt)
+    assert answer.judged == {("verified", "ledger"): 1}
+    assert pairs.unverified(served, "sync_load") == 0
+
+
+@LEDGER
+@pytest.mark.parametrize("kind", reloads.DAMAGE)
+def test_damage_in_the_store_is_a_mismatch(kind, served):
+    known, answer, report = reloads.damaged(served, kind)
+    assert answer.judged == {("mismatch", "ledger"): 1}
+    # What is bad serves nobody else from the prefix cache.
+    after = reloads.ask(served, known.prompt)
+    assert after.local <= report["positions"][0] * BLOCK
+    assert after.text == known.text
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tmp_path_factory.mktemp("example")
+
+
+@pytest.fixture(scope="module")
+def example(common, files):
+    """ExampleConnector keeps a file per layer and prompt."""
+    server = reloads.instance(
+        "sync-example",
+        "ExampleConnector",
+        extra={"shared_storage_path": str(files)},
+        **common,
+    )
+    with serving(server):
+        yield server
+
+
+@pytest.mark.parametrize("checked", [False, pytest.param(True, marks=LEDGER)])
+def test_files_of_vllms_example(checked, example, files):
+    others = set(files.rglob("*.safetensors"))
+    known = reloads.computed(example)
+    if checked:
+        again = reloads.load_again(example, known.prompt)
+        assert again.judged == {("verified", "ledger"): 1}
+    # Its tensors are in the order of tokens: the last byte is the last block's.
+    written = set(files.rglob("*.safetensors")) - others
+    file = max(written, key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    answer = reloads.load_again(example, known.prompt)
+    assert answer.external == LOADED
+    assert known.differing(example, answer) == {0: [LOADED // BLOCK - 1]}
+    if checked:
+        assert answer.judged == {("mismatch", "ledger"): 1}
+
+
+CLOSED = {
+    "offloading": SERVERS["offloading"],
+    "host-store": (
+        "HostStore",
+        {"transfer": reloads.HOST_STORE, **ASYNC},
+    ),
+}
+
+
+def closed(name, mode, common):
+    connector, options = CLOSED[name]
+    return reloads.instance(
+        f"sync-{name}-{mode}", connector, mode=mode, **options, **common
+    )
+
+
+@LEDGER
+@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("mode", ["fail", "recompute"])
+def test_no_answer_rests_on_a_bad_load(mode, name, common):
+    """Nor does one of a request that hits the blocks while they are being checked."""
+    with serving(server := closed(name, mode, common)):
+        reloads.computed(server)
+        for number, (kind, settings) in enumerate(reloads.DAMAGE.items()):
+            known = reloads.computed(server)
+            longer = known.prompt + pairs.prompt_of(40, number)
+            expected = [
+                known.text,
+                pairs.text_of(server.completions(longer, reloads.MAX_TOKENS)),
+            ]
+            tampering.forget(server)
+            before = server.metric("vllm:kv_checksum_loads_total", verdict="mismatch")
+            with tampering.damaged_load(server, kind, **settings):
+                responses = together(server, [known.prompt, longer])
+            after = server.metric("vllm:kv_checksum_loads_total", verdict="mismatch")
+            assert after > before
+            for response, text in zip(responses, expected, strict=True):
+                if mode == "fail" and response.is_error:
+                    assert "KV checksum mismatch" in pairs.error_of(response)
+                else:
+                    assert pairs.text_of(response) == text
+            assert mode == "recompute" or responses[0].is_error
+            again = reloads.load_again(server, known.prompt)
+            assert again.text == known.text
+            assert ("mismatch", "ledger") not in again.judged
+
+
+def together(server, prompts):
+    """Ask for prompts a moment after each other, while the first one's step runs."""
+    with ThreadPoolExecutor() as pool:
+        answers = []
+        for prompt in prompts:
+            answers.append(pool.submit(server.completions, prompt, reloads.MAX_TOKENS))
+            time.sleep(0.03)
+        return [answer.result() for answer in answers]
+
+
+@LEDGER
+@pytest.mark.parametrize("mode", ["fail", "recompute"])
+def test_with_several_groups_the_request_ends_with_an_error(mode, forks):
+    """Single blocks of one group cannot be recomputed in vLLM; the engine goes on."""
+    server = reloads.instance(
+        f"sync-windows-{mode}",
+        "HostStore",
+        mode=mode,
+        transfer=reloads.HOST_STORE,
+        model=tiny("gemma3"),
+        fork_server=forks,
+        **ASYNC,
+    )
+    with serving(server):
+        reloads.computed(server)
+        for group in range(3):
+            options = {"group": group, "block": -1}
+            known, answer, _ = reloads.damaged(server, "bit_flip", options)
+            assert answer.judged == {("mismatch", "ledger"): 1}
+            assert "KV checksum mismatch" in pairs.error_of(answer.response)
+            assert reloads.load_again(server, known.prompt).text == known.text
