@@ -64,24 +64,18 @@ def served(common):
 
 def test_a_prefix_that_was_evicted_comes_back(served):
     known = reloads.computed(served)
-    evict(served)
+    reloads.evict(served)
     again = reloads.ask(served, known.prompt)
     assert (again.external, again.local) == (LOADED, 0)
     assert again.text == known.text
     assert known.differing(served, again) == {}
 
 
-def evict(server):
-    """Fill the cache with other prompts."""
-    for seed in range(3):
-        server.completions(pairs.prompt_of(900, 50 + seed), 1).raise_for_status()
-
-
 @LEDGER
 def test_a_prefix_that_was_evicted_is_verified(served):
     known = reloads.computed(served)
     compared = served.metric("vllm:kv_checksum_blocks_compared_total")
-    evict(served)
+    reloads.evict(served)
     again = reloads.ask(served, known.prompt)
     assert again.judged == {("verified", "ledger"): 1}
     compared = served.metric("vllm:kv_checksum_blocks_compared_total") - compared

@@ -69,7 +69,10 @@ def _write_down(output: Any, kv_cache_config: Any) -> None:
     if folder is None or output.kv_connector_metadata is None:
         return
     loads = loaded.loads_of(output.kv_connector_metadata, kv_cache_config, output)
-    if loads.by_request:
+    by_request = dict(loads.by_request)
+    if len(loads.requests_together) == 1:
+        by_request[loads.requests_together[0]] = {0: list(loads.together)}
+    if by_request:
         with Path(folder, RECORD).open("a") as record:
-            for req_id, groups in loads.by_request.items():
+            for req_id, groups in by_request.items():
                 record.write(json.dumps({"request": req_id, "groups": groups}) + "\n")
