@@ -180,8 +180,8 @@ def together(server, prompts):
 
 @LEDGER
 @pytest.mark.parametrize("mode", ["fail", "recompute"])
-def test_with_several_groups_the_request_ends_with_an_error(mode, forks):
-    """Single blocks of one group cannot be recomputed in vLLM; the engine goes on."""
+def test_a_bad_load_with_several_groups(mode, forks):
+    """Stock vLLM has no way to go on here and its engine dies; this one answers right or not at all."""
     server = reloads.instance(
         f"sync-windows-{mode}",
         "HostStore",
@@ -197,5 +197,31 @@ def test_with_several_groups_the_request_ends_with_an_error(mode, forks):
             options = {"group": group, "block": -1}
             known, answer, _ = reloads.damaged(server, "bit_flip", options)
             assert answer.judged == {("mismatch", "ledger"): 1}
-            assert "KV checksum mismatch" in pairs.error_of(answer.response)
+            if mode == "fail" or answer.response.is_error:
+                assert "KV checksum mismatch" in pairs.error_of(answer.response)
+            else:
+                assert answer.text == known.text
             assert reloads.load_again(server, known.prompt).text == known.text
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="vLLM 0.33.0 takes a running request back, and the worker of Model Runner V2 goes on where it was",
+)
+def test_vllm_recomputes_what_its_connector_could_not_load(common):
+    """The path of vLLM's own for failed synchronous loads, without any checksum."""
+    server = reloads.instance(
+        "sync-noticed",
+        "HostStore",
+        extra={"notices": True},
+        transfer={**reloads.HOST_STORE, "kv_load_failure_policy": "recompute"},
+        **common,
+    )
+    with serving(server):
+        reloads.computed(server)
+        known = reloads.computed(server)
+        tampering.forget(server)
+        with tampering.damaged_load(server, "other_prefix", block=2):
+            response = server.completions(known.prompt, reloads.MAX_TOKENS)
+        assert "Recovered from KV load failure" in server.log_text()
+        assert pairs.text_of(response) == known.text

@@ -3,6 +3,7 @@
 ``HostStore`` loads in the very step that uses what it loads. Settings in ``kv_connector_extra_config``:
 
 - ``asynchronous``: loads last ``load_steps`` steps (default 2) instead, and the request waits for them.
+- ``notices``: the connector sees by itself that a block is not what it stored, and tells vLLM that it could not be loaded.
 - ``replace``: a block that is computed again takes the place of the one that is kept (default: the first one stays).
 
 Loads can be damaged (``kv_checksum_rig.damage``).
@@ -13,6 +14,7 @@ before one is offered.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 _stored: dict[tuple[int, bytes], Page] = {}
 """Blocks by KV cache group and hash. Both halves of the connector live in one process."""
+
+
+_digests: dict[tuple[int, bytes], int] = {}
+"""What the blocks held when they were stored."""
+
+
+def _digest(page: Page) -> int:
+    value = 0
+    for layer in page.layers:
+        value = zlib.crc32(layer.numpy(), value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,7 @@ class HostStore(KVConnectorBase_V1, SupportsHMA):
         self._asynchronous: bool = extra.get("asynchronous", False)
         self._load_steps: int = extra.get("load_steps", 2)
         self._replace: bool = extra.get("replace", False)
+        self._notices: bool = extra.get("notices", False)
         # Scheduler: this step's blocks, and requests with what is known of them.
         self._step = Blocks()
         self._requests: dict[str, Any] = {}
@@ -81,6 +95,7 @@ class HostStore(KVConnectorBase_V1, SupportsHMA):
         # Worker: layers by group, and how long loads still last.
         self._layers: list[list[torch.Tensor]] = []
         self._lasting: dict[str, int] = {}
+        self._invalid: set[int] = set()
         self._tampering = Tampering()
 
     # ---- scheduler side
@@ -161,6 +176,12 @@ class HostStore(KVConnectorBase_V1, SupportsHMA):
         for req_id, blocks in self._step_metadata().loads.items():
             pages = [_stored[block.key] for block in blocks]
             restore = self._tampering.before_load(pages)
+            if self._notices:
+                self._invalid |= {
+                    block.block_id
+                    for block, page in zip(blocks, pages, strict=True)
+                    if _digest(page) != _digests[block.key]
+                }
             for block, page in zip(blocks, pages, strict=True):
                 for layer, kept in zip(
                     self._layers[block.group], page.layers, strict=True
@@ -191,7 +212,13 @@ class HostStore(KVConnectorBase_V1, SupportsHMA):
                 )
                 page = Page(block.group, block.position, len(_stored), layers)
                 _stored[block.key] = page
+                _digests[block.key] = _digest(page)
                 self._tampering.stored([page])
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Name the blocks that are not what was stored."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
 
     def get_finished(
         self, finished_req_ids: set[str]
