@@ -6,9 +6,11 @@ GPU's streams. Keys, chunks, managers, tiers and scheduling are vLLM's. What the
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
-from rig import tampering
+from rig import tampering, verdicts
 from rig.families import tiny
 from rig.model import tiny_qwen3
 from rig.servers import NIXL, serving
@@ -80,6 +82,44 @@ def test_a_prefix_that_was_evicted_is_verified(served):
     assert again.judged == {("verified", "ledger"): 1}
     compared = served.metric("vllm:kv_checksum_blocks_compared_total") - compared
     assert compared == LOADED // BLOCK
+
+
+@pytest.mark.parametrize("checked", [False, pytest.param(True, marks=LEDGER)])
+def test_loads_last_while_others_decode(checked, served):
+    known = [reloads.computed(served) for _ in range(3)]
+    tampering.forget(served)
+    before, external = verdicts.settled(served), pairs.external_tokens(served)
+    with ThreadPoolExecutor() as pool:
+        decoding = pool.submit(served.completions, pairs.prompt_of(20, 1), 40)
+        loading = [pool.submit(served.completions, k.prompt, 8) for k in known]
+        texts = [pairs.text_of(answer.result()) for answer in loading]
+        decoding.result().raise_for_status()
+    assert texts == [k.text for k in known]
+    assert pairs.external_tokens(served) - external == 3 * LOADED
+    judged = verdicts.settled(served).judged
+    gained = {k: n - before.judged.get(k, 0) for k, n in judged.items()}
+    assert sum(gained.values()) == 3
+    assert not checked or gained["verified", "ledger"] == 3
+
+
+@LEDGER
+@pytest.mark.parametrize(
+    ("blocks", "reason"), [(0, "no_carrier"), (4, "not_in_ledger")]
+)
+def test_what_the_ledger_does_not_hold_is_unverified(blocks, reason, common):
+    """Without a ledger, and where it is too small for one prompt."""
+    server = offloading(
+        f"ledger-{blocks}", common, transfer={"kv_checksum_ledger_blocks": blocks}
+    )
+    with serving(server):
+        for number in range(2):
+            reloads.computed(server)
+            assert pairs.loads(server) == {
+                "verified": 0,
+                "mismatch": 0,
+                "unverified": number + 1,
+            }
+            assert pairs.unverified(server, reason) == number + 1
 
 
 @pytest.mark.parametrize("kind", reloads.DAMAGE)
