@@ -14,9 +14,6 @@ from rig.servers import Server
 
 from e2e import pairs
 
-LEDGER = pytest.mark.xfail(strict=True, reason="ledger")
-"""Marks what holds once this instance remembers the sums of what it computed."""
-
 LENGTH, BLOCK = 200, 32
 LOADED = 192
 """Tokens of a prompt of `LENGTH` that can be loaded: whole blocks without its last token."""
@@ -43,6 +40,10 @@ DAMAGE: dict[str, dict[str, Any]] = {
 """Damage to single blocks of a load, with its settings."""
 
 
+SMALL = ("--max-model-len", "512", "--num-gpu-blocks-override", "32")
+"""Arguments of a server whose cache two long prompts fill."""
+
+
 def instance(
     name: str,
     connector: str,
@@ -52,8 +53,8 @@ def instance(
     transfer: dict[str, Any] | None = None,
     **options: Any,
 ) -> Server:
-    """Make a server that stores what it computes and loads it again, with checksums on."""
-    options["args"] = (*tampering.AT_REST, *options.get("args", ()))
+    """Make a server that stores what it computes and loads it again, with checksums on and a small cache."""
+    options["args"] = (*tampering.AT_REST, *SMALL, *options.get("args", ()))
     options["env"] = {**tampering.DEV, **options.get("env", {})}
     return Server(
         name,
@@ -132,16 +133,19 @@ def ask(server: Server, prompt: Sequence[int], max_tokens: int = MAX_TOKENS) -> 
 
 
 def evict(server: Server) -> None:
-    """Fill a cache of 80 blocks with prompts that nobody else asks for, never the same ones."""
-    _evicted[server.name] += 1
-    for n in range(3):
-        prompt = pairs.prompt_of(900, 3 * _evicted[server.name] + n)
+    """Fill the cache with prompts that nobody asks for again.
+
+    A reset of the prefix cache would not do: the ledger forgets everything with it, because weights may be others then.
+    """
+    for _ in range(2):
+        _evicted[server.name] += 1
+        prompt = pairs.prompt_of(505, _evicted[server.name])
         server.completions(prompt, 1).raise_for_status()
 
 
 def load_again(server: Server, prompt: Sequence[int]) -> Answer:
     """Ask for a prompt with nothing of it in the server's own prefix cache."""
-    tampering.forget(server)
+    evict(server)
     return ask(server, prompt)
 
 
@@ -184,7 +188,6 @@ def computed(server: Server) -> Computed:
     """
     _computed[server.name] += 1
     prompt = pairs.prompt_of(LENGTH, _computed[server.name])
-    tampering.forget(server)
     empty = tampering.block_digests(server)
     first = ask(server, prompt)
     assert (first.external, first.local) == (0, 0)
@@ -221,7 +224,8 @@ def damaged(
     settings = {**(options or DAMAGE[kind]), "lasting": False}
     with tampering.damaged_load(server, kind, **settings) as report:
         answer = load_again(server, known.prompt)
-    assert answer.external == LOADED
+    # A request that fails is not counted as one that loaded tokens.
+    assert max(map(len, answer.blocks.values())) == LOADED // BLOCK
     return known, answer, report
 
 

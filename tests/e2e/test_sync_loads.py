@@ -16,9 +16,12 @@ from rig.model import tiny_qwen3
 from rig.servers import serving
 
 from e2e import pairs, reloads
-from e2e.reloads import BLOCK, LEDGER, LOADED
+from e2e.reloads import BLOCK, LOADED
 
 pytestmark = pytest.mark.e2e
+
+BYTES_PER_TOKEN = 2 * 2 * 64 * 4
+"""In one layer: keys and values, heads, their size, float32."""
 
 ASYNC = {
     "args": ("--async-scheduling",),
@@ -58,13 +61,6 @@ def served(request, common):
         yield server
 
 
-@pytest.mark.parametrize("kind", reloads.DAMAGE)
-def test_damage_in_the_store_reaches_the_cache(kind, served):
-    known, answer, report = reloads.damaged(served, kind)
-    assert known.differing(served, answer) == {0: report["positions"]}
-
-
-@LEDGER
 def test_loads_are_verified(served):
     known = reloads.computed(served)
     answer = reloads.load_again(served, known.prompt)
@@ -72,10 +68,10 @@ def test_loads_are_verified(served):
     assert pairs.unverified(served, "sync_load") == 0
 
 
-@LEDGER
 @pytest.mark.parametrize("kind", reloads.DAMAGE)
 def test_damage_in_the_store_is_a_mismatch(kind, served):
     known, answer, report = reloads.damaged(served, kind)
+    assert known.differing(served, answer) == {0: report["positions"]}
     assert answer.judged == {("mismatch", "ledger"): 1}
     # What is bad serves nobody else from the prefix cache.
     after = reloads.ask(served, known.prompt)
@@ -101,24 +97,25 @@ def example(common, files):
         yield server
 
 
-@pytest.mark.parametrize("checked", [False, pytest.param(True, marks=LEDGER)])
-def test_files_of_vllms_example(checked, example, files):
+def test_files_of_vllms_example(example, files):
     others = set(files.rglob("*.safetensors"))
     known = reloads.computed(example)
-    if checked:
-        again = reloads.load_again(example, known.prompt)
-        assert again.judged == {("verified", "ledger"): 1}
+    again = reloads.load_again(example, known.prompt)
+    assert again.judged == {("verified", "ledger"): 1}
     # Its tensors are in the order of tokens: the last byte is the last block's.
-    written = set(files.rglob("*.safetensors")) - others
-    file = max(written, key=lambda path: path.stat().st_size)
+    # Other prompts, which evicted this one, are longer or shorter.
+    size = LOADED * BYTES_PER_TOKEN
+    file = min(
+        set(files.rglob("*.safetensors")) - others,
+        key=lambda path: abs(path.stat().st_size - size),
+    )
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     answer = reloads.load_again(example, known.prompt)
     assert answer.external == LOADED
     assert known.differing(example, answer) == {0: [LOADED // BLOCK - 1]}
-    if checked:
-        assert answer.judged == {("mismatch", "ledger"): 1}
+    assert answer.judged == {("mismatch", "ledger"): 1}
 
 
 CLOSED = {
@@ -137,7 +134,6 @@ def closed(name, mode, common):
     )
 
 
-@LEDGER
 @pytest.mark.parametrize("name", CLOSED)
 @pytest.mark.parametrize("mode", ["fail", "recompute"])
 def test_no_answer_rests_on_a_bad_load(mode, name, common):
@@ -151,7 +147,7 @@ def test_no_answer_rests_on_a_bad_load(mode, name, common):
                 known.text,
                 pairs.text_of(server.completions(longer, reloads.MAX_TOKENS)),
             ]
-            tampering.forget(server)
+            reloads.evict(server)
             before = server.metric("vllm:kv_checksum_loads_total", verdict="mismatch")
             with tampering.damaged_load(server, kind, **settings):
                 responses = together(server, [known.prompt, longer])
@@ -178,7 +174,6 @@ def together(server, prompts):
         return [answer.result() for answer in answers]
 
 
-@LEDGER
 @pytest.mark.parametrize("mode", ["fail", "recompute"])
 def test_a_bad_load_with_several_groups(mode, forks):
     """Stock vLLM has no way to go on here and its engine dies; this one answers right or not at all."""
@@ -189,7 +184,8 @@ def test_a_bad_load_with_several_groups(mode, forks):
         transfer=reloads.HOST_STORE,
         model=tiny("gemma3"),
         fork_server=forks,
-        **ASYNC,
+        args=(*ASYNC["args"], "--num-gpu-blocks-override", "64"),
+        env=ASYNC["env"],
     )
     with serving(server):
         reloads.computed(server)
@@ -220,7 +216,7 @@ def test_vllm_recomputes_what_its_connector_could_not_load(common):
     with serving(server):
         reloads.computed(server)
         known = reloads.computed(server)
-        tampering.forget(server)
+        reloads.evict(server)
         with tampering.damaged_load(server, "other_prefix", block=2):
             response = server.completions(known.prompt, reloads.MAX_TOKENS)
         assert "Recovered from KV load failure" in server.log_text()

@@ -26,7 +26,7 @@ NOT_SUMMED = "none"
 """The carrier's label of loads that nobody sums."""
 
 LOCAL = "local"
-"""The carrier's label of hits in the server's own prefix cache: they are judged, and are no loads."""
+"""The carrier's label of hits in the server's own prefix cache that are summed again."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Loads:
     @property
     def under_way(self) -> int:
         """How many loads have not ended yet."""
-        judged = sum(n for (_, by), n in self.judged.items() if by != LOCAL)
-        return self.started - self.failed - self.aborted - judged
+        ended = self.failed + self.aborted + sum(self.judged.values())
+        return self.started - ended
 
     def of(self, verdict: str) -> int:
         """How many loads had this verdict."""
