@@ -92,16 +92,15 @@ def test_a_prompt_that_is_loaded_whole(served):
 def test_no_answer_rests_on_a_damaged_chunk(mode, common):
     with serving(server := server_of(mode, common)):
         reloads.computed(server)
-        for number, (kind, settings) in enumerate(DAMAGE.items()):
+        for kind in ("bit_flip", "other_prefix", "swapped"):
             known = reloads.computed(server)
-            with tampering.damaged_load(server, kind, **settings):
+            with tampering.damaged_load(server, kind, **DAMAGE[kind]):
                 answer = reloads.load_again(server, known.prompt)
             assert answer.judged == {("mismatch", "ledger"): 1}
             if mode == "fail":
                 assert "KV checksum mismatch" in pairs.error_of(answer.response)
             else:
                 assert answer.text == known.text
-            for _ in range(2):
-                again = reloads.load_again(server, known.prompt)
-                assert again.text == known.text
-                assert ("mismatch", "ledger") not in again.judged
+            again = reloads.load_again(server, known.prompt)
+            assert again.text == known.text
+            assert ("mismatch", "ledger") not in again.judged

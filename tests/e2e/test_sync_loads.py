@@ -140,7 +140,8 @@ def test_no_answer_rests_on_a_bad_load(mode, name, common):
     """Nor does one of a request that hits the blocks while they are being checked."""
     with serving(server := closed(name, mode, common)):
         reloads.computed(server)
-        for number, (kind, settings) in enumerate(reloads.DAMAGE.items()):
+        for number, kind in enumerate(("bit_flip", "other_prefix", "swapped")):
+            settings = reloads.DAMAGE[kind]
             known = reloads.computed(server)
             longer = known.prompt + pairs.prompt_of(40, number)
             expected = [
