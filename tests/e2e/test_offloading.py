@@ -158,7 +158,8 @@ def test_damage_at_rest_is_a_mismatch(mode, common):
         assert ("mismatch", "local") not in clean.judged
         answer = damaged_at_rest(server, known)
         # Recomputed, the request hits the good blocks once more.
-        assert answer.judged.pop(("verified", "local"), 0) == (mode == "recompute")
+        again = answer.judged.pop(("verified", "local"), 0)
+        assert again <= (mode == "recompute")
         assert answer.judged == {("mismatch", "local"): 1}
         if mode == "fail":
             assert "KV checksum mismatch" in pairs.error_of(answer.response)
@@ -166,7 +167,8 @@ def test_damage_at_rest_is_a_mismatch(mode, common):
             assert answer.text == known.text
         again = reloads.ask(server, known.prompt)
         assert again.text == known.text
-        assert again.local <= 2 * BLOCK
+        # What was computed again serves others.
+        assert mode == "recompute" or again.local <= 2 * BLOCK
 
 
 @pytest.fixture(scope="module")
