@@ -1,7 +1,7 @@
 """Test a real server that offloads KV to host memory (SimpleCPUOffloadConnector).
 
-Rig only: forked, and blocks are copied by memmove where vLLM would queue copies
-between device and host memory. Loads are damaged by the fault drill.
+Rig only: forked, and blocks are copied at once where vLLM would queue copies between
+device and host memory. Loads are damaged by the fault drill, or by those copies.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from rig import tampering
 from rig.model import tiny_qwen3
 from rig.servers import Server, serving
 
-from e2e import pairs
+from e2e import pairs, reloads
+from e2e.reloads import LOADED
 
 pytestmark = pytest.mark.e2e
 
@@ -79,3 +81,33 @@ def test_offloaded_blocks_are_verified_dropped_and_offloaded_anew(server):
     assert ask(server, "again") == expected
     assert counts(server) == (2, 1, 0, 1)
     assert "Loads of offloaded KV are checked" in server.log_text()
+
+
+@pytest.fixture(scope="module")
+def lazy(forks):
+    """Blocks are stored when they are about to be evicted, and no checksums with them."""
+    made = reloads.instance(
+        "offload-lazy",
+        "SimpleCPUOffloadConnector",
+        extra={"cpu_bytes_to_use": 32 << 20, "lazy_offload": True},
+        model=tiny_qwen3("float32"),
+        dtype="float32",
+        fork_server=forks,
+    )
+    with serving(made):
+        yield made
+
+
+def test_lazily_offloaded_blocks(lazy):
+    prompt = pairs.prompt_of(reloads.LENGTH, 30)
+    expected = reloads.ask(lazy, prompt).text
+    reloads.evict(lazy)
+    again = reloads.ask(lazy, prompt)
+    assert (again.external, again.text) == (LOADED, expected)
+    assert again.judged == {("verified", "ledger"): 1}
+    reloads.evict(lazy)
+    with tampering.damaged_load(lazy, "stale", block=1):
+        again = reloads.ask(lazy, prompt)
+    assert again.external == LOADED
+    assert again.text != expected
+    assert again.judged == {("mismatch", "ledger"): 1}

@@ -34,6 +34,7 @@ RIG = Path(__file__).resolve().parent
 REPO = RIG.parent.parent
 LOCK = RIG / "requirements.lock"
 PACKAGE = RIG / "package"
+LMCACHE_LOCK = RIG / "lmcache.lock"
 CACHE = REPO / ".rig"
 PIP_LOG = CACHE / "env-pip.log"
 
@@ -272,6 +273,39 @@ def fetch_prometheus() -> None:
             say(f"env: no promtool, alert rules will not be tested: {problem}")
 
 
+def fetch_lmcache(env: Environment) -> None:
+    """Install LMCache into a folder beside the environment, which only its servers see.
+
+    Its requirements do not fit vLLM's, so the lock lists what it imports here, and nothing is resolved. Without it its tests
+    are skipped and say why, so a failure is said and no more.
+    """
+    version = re.search(r"^lmcache==(\S+)", LMCACHE_LOCK.read_text(), re.MULTILINE)
+    assert version is not None
+    folder = CACHE / f"lmcache-{version[1]}"
+    record, missing = folder / "lock", folder.with_name(f"{folder.name}.missing")
+    wanted = digest(LMCACHE_LOCK)
+    if record.exists() and record.read_text() == wanted:
+        return
+    say(f"env: fetching LMCache {version[1]}")
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        new = Path(scratch, "new")
+        try:
+            pip(
+                env,
+                "installing LMCache",
+                *("install", "--no-deps", "--only-binary", ":all:"),
+                *("--target", str(new), "-r", str(LMCACHE_LOCK)),
+            )
+        except Stop as problem:
+            missing.write_text(f"LMCache cannot be installed here: {problem}")
+            say(f"env: no LMCache, loads from it will not be tested: {problem}")
+            return
+        (new / "lock").write_text(wanted)
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+    missing.unlink(missing_ok=True)
+
+
 def create_venv(env: Environment) -> None:
     """Create the virtual environment from nothing, with the pinned pip."""
     if env.root.exists():
@@ -468,6 +502,7 @@ def main() -> int:
         check_libraries()
         fetch_prometheus()
         build(env)
+        fetch_lmcache(env)
         apply_project(env)
     except Stop as stop:
         say(f"env: {stop}")

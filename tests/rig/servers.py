@@ -94,7 +94,8 @@ class Server:
     ``role`` is ``kv_producer``, ``kv_consumer``, ``kv_both``, or None for an instance without a connector.
     ``transfer`` adds to or overrides the keys of ``--kv-transfer-config``, where ``kv_connector`` may name a class that
     wraps ``connector``; ``args`` and ``env`` add to the command line and the environment. With ``fork_server`` the
-    process is forked from it, which starts faster; without, it is a plain ``vllm serve``.
+    process is forked from it, which starts faster; without, it is a plain ``vllm serve``. The folders ``tables`` and
+    ``damage`` are where it tells what it holds and is told what to damage (``checksum_tables``, ``rig.tampering``).
     """
 
     def __init__(
@@ -123,7 +124,8 @@ class Server:
         self.port = port or free_port()
         self.bootstrap_port = free_port()
         self.log = log_dir / f"{name}.log"
-        self._tables = log_dir / f"{name}.tables"
+        self.tables = log_dir / f"{name}.tables"
+        self.damage = log_dir / f"{name}.damage"
         self.ready_s: float | None = None
         self.killed = False
         self._fork_server = fork_server
@@ -197,7 +199,8 @@ class Server:
         ports = {
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.bootstrap_port),
-            "KV_CHECKSUM_RIG_TABLES": str(self._tables),
+            "KV_CHECKSUM_RIG_TABLES": str(self.tables),
+            "KV_CHECKSUM_RIG_DAMAGE": str(self.damage),
         }
         alone = self.tp * self.pp == 1
         single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {}
@@ -207,8 +210,9 @@ class Server:
         """Start the process in a session of its own and return at once."""
         if self._process is not None:
             raise ServerError(f"{self.name} was started already")
-        shutil.rmtree(self._tables, ignore_errors=True)
-        self._tables.mkdir(parents=True)
+        for folder in (self.tables, self.damage):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
         _watch_signals()
         self._began = time.monotonic()
         self._process = self._launch()
@@ -329,7 +333,7 @@ class Server:
 
     def checksum_tables(self, timeout: float = 20) -> dict[str, int]:
         """Return what its processes hold for checksums, by name (rig package, ``tables.py``); summed over processes."""
-        folder = self._tables
+        folder = self.tables
         number = len(list(folder.glob("ask-*")))
         (folder / f"ask-{number}").touch()
         deadline = time.monotonic() + timeout
@@ -347,11 +351,11 @@ class Server:
 
     def _silent_processes(self, number: int) -> list[str]:
         """Return processes that live and did not answer question ``number`` yet; vLLM's model inspection ends early."""
-        told = [path.name.split("-")[1] for path in self._tables.glob("process-*")]
+        told = [path.name.split("-")[1] for path in self.tables.glob("process-*")]
         return [
             pid
             for pid in told
-            if not (self._tables / f"{number}-{pid}.json").exists()
+            if not (self.tables / f"{number}-{pid}.json").exists()
             and psutil.pid_exists(int(pid))
         ]
 

@@ -25,6 +25,9 @@ SETTLED_S = 30
 NOT_SUMMED = "none"
 """The carrier's label of loads that nobody sums."""
 
+LOCAL = "local"
+"""The carrier's label of hits in the server's own prefix cache that are summed again."""
+
 
 @dataclass(frozen=True)
 class Loads:
@@ -51,7 +54,9 @@ class Loads:
     @property
     def summed(self) -> int:
         """Return how many loads workers were asked to sum and that were judged."""
-        return sum(n for (_, by), n in self.judged.items() if by != NOT_SUMMED)
+        return sum(
+            n for (_, by), n in self.judged.items() if by not in (NOT_SUMMED, LOCAL)
+        )
 
 
 def counted(server: Server) -> Loads:
@@ -80,8 +85,9 @@ def settled(server: Server, timeout: float = SETTLED_S) -> Loads:
     """
     deadline = time.monotonic() + timeout
     while True:
-        # Statistics travel with steps, and an idle engine makes none.
-        server.completions([5], 1).raise_for_status()
+        # Statistics travel with steps, and an idle engine makes none. With a prompt of one token vLLM's ExampleConnector
+        # says that it has a negative number of tokens.
+        server.completions([5, 5], 1).raise_for_status()
         found = counted(server)
         if found.under_way == 0:
             return found

@@ -1,20 +1,26 @@
-"""Compare, in every step of a running server, what is summed with what is loaded.
+"""Compare, in every step of a running server, what is summed with what is loaded, and write down what is loaded.
 
 Done if ``KV_CHECKSUM_RIG_LOADED=1`` is in the environment: a difference is one error line that begins with ``DIFFERS``,
-the first load that was compared one line ``COMPARED``. The unit tests' oracle tells what is loaded.
+the first load that was compared one line ``COMPARED``. The unit tests' oracle tells what is loaded, from the connectors' own
+metadata; every request's blocks are a line of ``loads.jsonl`` in the folder ``KV_CHECKSUM_RIG_TABLES``, whether checksums
+are on or not (``rig.tampering.loaded_blocks`` reads them).
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kv_checksum_rig.on_import import on_import
 
 VARIABLE = "KV_CHECKSUM_RIG_LOADED"
+FOLDER = "KV_CHECKSUM_RIG_TABLES"
+RECORD = "loads.jsonl"
 DIFFERS = "KV CHECKSUM RIG: summed is not loaded"
 COMPARED = "KV CHECKSUM RIG: loads are held against their connector's metadata"
 
@@ -40,6 +46,7 @@ def _compare_every_step(module: ModuleType) -> None:
     @functools.wraps(stock)
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = stock(self, *args, **kwargs)
+        _write_down(output, self.kv_cache_config)
         # An unpatched scheduler has none.
         ours = getattr(self, "kv_checksum", None)
         if ours is not None and output.kv_connector_metadata is not None:
@@ -52,3 +59,20 @@ def _compare_every_step(module: ModuleType) -> None:
 
     schedule.kv_checksum_rig = True  # type: ignore[attr-defined]
     cls.schedule = schedule
+
+
+def _write_down(output: Any, kv_cache_config: Any) -> None:
+    """Append a line for every request that loads in this step."""
+    from kv_checksum.rig import loaded
+
+    folder = os.environ.get(FOLDER)
+    if folder is None or output.kv_connector_metadata is None:
+        return
+    loads = loaded.loads_of(output.kv_connector_metadata, kv_cache_config, output)
+    by_request = dict(loads.by_request)
+    if len(loads.requests_together) == 1:
+        by_request[loads.requests_together[0]] = {0: list(loads.together)}
+    if by_request:
+        with Path(folder, RECORD).open("a") as record:
+            for req_id, groups in by_request.items():
+                record.write(json.dumps({"request": req_id, "groups": groups}) + "\n")

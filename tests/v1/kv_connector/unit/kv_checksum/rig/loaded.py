@@ -3,13 +3,16 @@
 """Compare what is summed of a load with what its connector was told to load.
 
 The truth is the connector's own metadata of the step: the block ids that NIXL (pull and
-push), Mooncake, the Mooncake store and SimpleCPUOffloadConnector hand to their workers.
-Nothing of the feature is asked what was loaded.
+push), Mooncake, the Mooncake store, SimpleCPUOffloadConnector, OffloadingConnector,
+LMCache and ExampleConnector hand to their workers. Nothing of the feature is asked what
+was loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 
@@ -18,12 +21,14 @@ class Loads:
     """The blocks that one step's metadata tells connectors to load.
 
     ``by_request`` holds block ids per request id and KV cache group id. Some connectors
-    name no request: ``together`` holds the blocks of all of theirs.
+    name no request: ``together`` holds the blocks of all of theirs, ``unnamed`` each
+    load's.
     """
 
     by_request: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     together: list[int] = field(default_factory=list)
     requests_together: list[str] = field(default_factory=list)
+    unnamed: list[list[int]] = field(default_factory=list)
 
     def add(self, req_id: str, groups: dict[int, list[int]]) -> None:
         """Note a request that loads any block."""
@@ -31,11 +36,26 @@ class Loads:
             self.by_request[req_id] = groups
 
 
-def loads_of(metadata: Any, kv_cache_config: Any) -> Loads:
-    """Read what a step's connector metadata tells workers to load."""
+def loads_of(metadata: Any, kv_cache_config: Any, output: Any = None) -> Loads:
+    """Read what a step's connector metadata tells workers to load.
+
+    ExampleConnector's names no request: it is looked up in the step's scheduler output.
+    """
     found = Loads()
     _read(metadata, kv_cache_config, found)
+    for blocks in found.unnamed:
+        req_id = _whose(blocks, output)
+        if req_id is not None:
+            found.add(req_id, {0: blocks})
     return found
+
+
+def _whose(blocks: list[int], output: Any) -> str | None:
+    """Name the request of a step that begins with these blocks."""
+    for new in output.scheduled_new_reqs if output is not None else ():
+        if list(new.block_ids[0][: len(blocks)]) == blocks:
+            return str(new.req_id)
+    return None
 
 
 def _read(metadata: Any, config: Any, found: Loads) -> None:
@@ -57,6 +77,17 @@ def _read(metadata: Any, config: Any, found: Loads) -> None:
         found.by_request.update(metadata.loads_by_request())
     elif kind == "MooncakeStoreConnectorMetadata":
         _read_store(metadata, config, found)
+    elif kind == "OffloadingConnectorMetadata":
+        _read_offloading(metadata, config, found)
+    elif kind == "LMCacheConnectorMetadata":
+        _read_lmcache(metadata, config, found)
+    elif kind == "ExampleConnectorMetadata":
+        size = config.kv_cache_groups[0].kv_cache_spec.block_size
+        found.unnamed += [
+            _blocks_of_slots(request.slot_mapping.tolist(), size)
+            for request in metadata.requests
+            if not request.is_store
+        ]
     elif kind == "SimpleCPUOffloadMetadata":
         found.together += metadata.load_gpu_blocks
         for requests in metadata.load_event_to_reqs.values():
@@ -78,6 +109,39 @@ def _read_store(metadata: Any, config: Any, found: Loads) -> None:
         found.add(request.req_id, blocks)
 
 
+def _read_offloading(metadata: Any, config: Any, found: Loads) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        get_offloading_group_ids,
+    )
+
+    groups = get_offloading_group_ids(config)
+    for job in metadata.load_jobs.values():
+        ids = iter([int(block) for block in job.dst_spec.block_ids])
+        sizes = zip(groups, job.dst_spec.group_sizes, strict=True)
+        found.add(job.req_id, {group: list(islice(ids, n)) for group, n in sizes})
+
+
+def _read_lmcache(metadata: Any, config: Any, found: Loads) -> None:
+    """Read what LMCache promised to bring.
+
+    It copies whole chunks, and writes those blocks anew that were found locally and lie
+    in the first one.
+    """
+    size = config.kv_cache_groups[0].kv_cache_spec.block_size
+    for request in metadata.requests:
+        load = request.load_spec
+        if load is None or not load.can_load:
+            continue
+        promised = slice(load.vllm_cached_tokens, load.lmcache_cached_tokens)
+        slots = request.slot_mapping[promised].tolist()
+        found.add(request.req_id, {0: _blocks_of_slots(slots, size)})
+
+
+def _blocks_of_slots(slots: Sequence[int], size: int) -> list[int]:
+    """Return the blocks that token slots lie in, in order."""
+    return list(dict.fromkeys(slot // size for slot in slots))
+
+
 def without_scratch(ids: list[int], spec: Any) -> list[int]:
     """Leave the running state of a group's loaded blocks, other groups as they are.
 
@@ -96,7 +160,7 @@ def differences(output: Any, kv_cache_config: Any) -> list[str]:
     Loads that nobody checks (another connector, or from a decode instance) are asked of
     no worker; who knows that there are none looks at ``unsummed``.
     """
-    loads = loads_of(output.kv_connector_metadata, kv_cache_config)
+    loads = loads_of(output.kv_connector_metadata, kv_cache_config, output)
     summed = summed_blocks(output)
     found = []
     for req_id, groups in loads.by_request.items():
@@ -132,7 +196,7 @@ def differences(output: Any, kv_cache_config: Any) -> list[str]:
 
 def unsummed(output: Any, kv_cache_config: Any) -> list[str]:
     """Name the requests that load what a step asks no worker to sum."""
-    loads = loads_of(output.kv_connector_metadata, kv_cache_config)
+    loads = loads_of(output.kv_connector_metadata, kv_cache_config, output)
     return sorted(
         {*loads.by_request, *loads.requests_together} - summed_blocks(output).keys()
     )
