@@ -18,6 +18,8 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 4
 
+NO_LEDGER = {"kv_checksum_ledger_blocks": 0}
+
 DEV = {"VLLM_SERVER_DEV_MODE": "1"}
 """Lets a server forget its prefix cache."""
 
@@ -74,6 +76,7 @@ def offloading_beside_nixl(name, common, **options):
         connector="MultiConnector",
         transfer={
             "enable_kv_checksum": True,
+            **NO_LEDGER,
             "kv_connector_extra_config": {"connectors": children},
         },
         env=DEV,
@@ -123,6 +126,7 @@ def test_a_connector_of_ones_own_that_loads_in_the_step(connector, mode, text, c
         connector=connector,
         transfer={
             "enable_kv_checksum": True,
+            **NO_LEDGER,
             **pairs.MODES[mode],
             "kv_connector_module_path": "kv_checksum_rig.host_store",
         },

@@ -79,7 +79,9 @@ class GroupVerdict:
         partial: the first tokens of `first`, or whole blocks before it, were loaded
             and not compared.
         detail: the numbers that do not fit, if the group is unverified.
-        unknown: number of blocks whose sums this instance does not know.
+        unknown: positions of blocks whose sums this instance does not know.
+        completed: positions of blocks that were loaded in part and completed here,
+            with other bits than are known.
 
     """
 
@@ -90,7 +92,8 @@ class GroupVerdict:
     unverified: Unverified | None = None
     partial: bool = False
     detail: str = ""
-    unknown: int = 0
+    unknown: list[int] = field(default_factory=list)
+    completed: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -173,7 +176,7 @@ class LoadVerdict:
 
     @property
     def num_unknown(self) -> int:
-        return sum(group.unknown for group in self.groups.values())
+        return sum(len(group.unknown) for group in self.groups.values())
 
     @property
     def num_mismatched(self) -> int:

@@ -146,3 +146,14 @@ def test_several_sums_of_a_load_are_looked_up_at_once():
     found = ledger.known(np.array([1, 2, 3, 1], UINT64))
     assert found.equal(np.array([5, 8, 9, 6], UINT64)).tolist() == [1, 0, 0, 1]
     assert found.equal(np.array([0, 0, 0, 0], UINT64)).tolist() == [0, 0, 0, 0]
+
+
+def test_a_key_may_be_said_to_have_a_sum_that_is_not_known():
+    ledger = Ledger(10)
+    enter(ledger, (1, 5), (2, 6))
+    ledger.mark_other_sums(np.array([1, 3], UINT64))
+    assert known(ledger, 1) == ([5], True) and known(ledger, 2) == ([6], False)
+    # Nothing is known of the other, whatever its place holds.
+    assert known(ledger, 3)[1]
+    enter(ledger, (1, 7), (3, 8))
+    assert known(ledger, 1) == ([7, 5], True) and known(ledger, 3)[1]

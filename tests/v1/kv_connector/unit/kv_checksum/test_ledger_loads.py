@@ -480,3 +480,27 @@ def test_a_request_that_ends_as_its_block_becomes_full(model):
     for number in range(4):
         d.ask(f"again{number}", rig.tokens(100, number) + [7] * 40)
     assert d.outcome("verified") == d.stats["loads_started"]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_block_with_bits_that_nobody_compared_is_no_mismatch_later(model, sync):
+    """It was loaded in part and completed here, with other bits, and is found again."""
+    d = make(model, sync=sync, leave=9, kv_checksum_scrub=1.0)
+    prompt = rig.tokens(192)
+    d.ask("first", prompt)
+    d.evict()
+    write = d.write
+
+    def otherwise(request, first, last):
+        write(request, first, last)
+        if request.request_id == "again" and first == 183:
+            (ids,) = d.scheduler.kv_cache_manager.get_block_ids("again")
+            d.kv[1][ids[11], 0, 15] += 1
+
+    d.write = otherwise
+    d.ask("again", prompt)
+    assert d.stats["unverified:num_tokens"] == d.outcome("unverified") == 1
+    hits = d.stats.get("loads:verified:local", 0)
+    d.ask("hit", prompt + [5] * 20)
+    assert d.stats["loads:verified:local"] == hits + 1
+    assert not d.stats.get("loads:mismatch:local")

@@ -115,9 +115,10 @@ class Consequences:
             dropped = self.stored.drop_mismatched(request, verdict)
             self.stats[metrics.STORED_BLOCKS_DROPPED] += dropped
         if self.ledger is not None and load.carrier is KVChecksumCarrier.LEDGER:
-            self.ledger.deny(request, load, verdict, next(self.seqs))
+            self.ledger.deny(request, verdict, next(self.seqs))
+            self.ledger.note_completed(request, verdict)
             if self.fail_closed:
-                self.ledger.deny_unknown(request, load, next(self.seqs))
+                self.ledger.deny_unknown(request, verdict, next(self.seqs))
             if self.fail_closed and not request.is_finished():
                 self.computes.add(req_id)
         elif self.fail_closed and load.may_be_offered_again:

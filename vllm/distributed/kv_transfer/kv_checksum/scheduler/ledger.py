@@ -81,7 +81,7 @@ class Ledger:
         # Compiled here, so that no step waits for it.
         nothing: np.ndarray = np.zeros(0, np.uint64)
         self.enter(nothing, nothing)
-        self.known(nothing)
+        self.mark_other_sums(nothing)
 
     def __len__(self) -> int:
         """Return the number of entries that are in use."""
@@ -112,6 +112,43 @@ class Ledger:
         half of the entries.
         """
         self._next, _ = _enter(self._rows, self._heads, self._next, keys, sums)
+
+    def mark_other_sums(self, keys: np.ndarray) -> None:
+        """Note that keys (uint64) have a sum that is not known; what is known stays."""
+        sums = np.ascontiguousarray(self.known(keys).sums[:, 0])
+        self._next = _mark(self._rows, self._heads, self._next, keys, sums)
+
+
+@jit
+def _append(
+    rows: np.ndarray,
+    heads: np.ndarray,
+    upcoming: int,
+    key: np.uint64,
+    value: np.uint64,
+    different: int,
+) -> int:
+    """Append an entry, and return the number of the next one."""
+    bucket = np.int64(key & np.uint64(len(heads) - 1))
+    row = upcoming % len(rows)
+    rows[row, _KEY], rows[row, _SUM] = key, value
+    rows[row, _OLDER] = np.uint64(heads[bucket])
+    rows[row, _DIFFERENT] = np.uint64(different)
+    heads[bucket] = upcoming
+    return upcoming + 1
+
+
+@jit
+def _mark(
+    rows: np.ndarray,
+    heads: np.ndarray,
+    upcoming: int,
+    keys: np.ndarray,
+    sums: np.ndarray,
+) -> int:
+    for i in range(len(keys)):
+        upcoming = _append(rows, heads, upcoming, keys[i], sums[i], MAX_SUMS + 1)
+    return upcoming
 
 
 @jit
@@ -216,11 +253,5 @@ def _enter(
         if holder and holder >= upcoming - size // 2:
             continue
         different = min(different, MAX_SUMS + 1) + (0 if holder else 1)
-        bucket = np.int64(key & np.uint64(len(heads) - 1))
-        row = upcoming % size
-        rows[row, _KEY], rows[row, _SUM] = key, value
-        rows[row, _OLDER] = np.uint64(heads[bucket])
-        rows[row, _DIFFERENT] = np.uint64(different)
-        heads[bucket] = upcoming
-        upcoming += 1
+        upcoming = _append(rows, heads, upcoming, key, value, different)
     return upcoming, read

@@ -157,7 +157,7 @@ class LedgerLoads:
         self._pending: dict[str, FullBlocks] = {}
         self._waiting: deque[_Waiting] = deque()
         # Tokens that were loaded, by request; their blocks are not computed here.
-        self._loaded: dict[str, int] = {}
+        self._loaded: dict[str, tuple[int, bool]] = {}
 
     # ---- which blocks become full
 
@@ -201,9 +201,9 @@ class LedgerLoads:
             if num_tokens % size == 0 and group_id not in self._states:
                 self._rewritten.append((request, group_id, rows[group_id][at], at))
 
-    def set_loaded(self, req_id: str, num_tokens: int) -> None:
+    def set_loaded(self, req_id: str, num_tokens: int, is_sync: bool = False) -> None:
         """Take a request's first tokens as loaded: their blocks are not entered."""
-        self._loaded[req_id] = num_tokens
+        self._loaded[req_id] = num_tokens, is_sync
 
     def forget(self, req_id: str) -> None:
         """Drop what is known of a request that ended or gave up its blocks."""
@@ -225,8 +225,13 @@ class LedgerLoads:
             size = self._block_sizes.get(group_id)
             if size is None:
                 continue
-            loaded = self._loaded.get(request.request_id, 0)
+            loaded, is_sync = self._loaded.get(request.request_id, (0, False))
             if loaded:
+                at = loaded // size
+                if loaded % size and start <= at < stop and not is_sync:
+                    # Completed here, on top of tokens that nobody compared.
+                    keys = self.keys_at(request, group_id, at, at + 1)
+                    self.ledger.mark_other_sums(keys)
                 start = max(start, -(-loaded // size))
             hashes = hashes_of_blocks(
                 request.block_hashes, size // self._hash_block_size, start, stop
@@ -402,7 +407,8 @@ class LedgerLoads:
             _samples(positions, bad, known, checks),
             reason,
             detail=detail,
-            unknown=misses,
+            unknown=positions[:number][unknown].tolist(),
+            completed=positions[:number][mixed].tolist(),
         )
 
     def keys_at(
@@ -441,15 +447,12 @@ class LedgerLoads:
 
     # ---- denying
 
-    def deny(
-        self, request: Request, load: PendingLoad, verdict: LoadVerdict, seq: int
-    ) -> None:
+    def deny(self, request: Request, verdict: LoadVerdict, seq: int) -> None:
         """Keep the blocks of a load that differ from being loaded again.
 
         Args:
             request: the request that loaded them.
-            load: the load.
-            verdict: its verdict.
+            verdict: the load's verdict.
             seq: a number above those of all sums that workers were asked for.
 
         """
@@ -512,12 +515,19 @@ class LedgerLoads:
                         found.add(block_id)
         return found
 
-    def deny_unknown(self, request: Request, load: PendingLoad, seq: int) -> None:
+    def deny_unknown(self, request: Request, verdict: LoadVerdict, seq: int) -> None:
         """Keep blocks of a load that the ledger does not know from failing again."""
-        for group_id in load.blocks.groups:
-            keys = self._keys_of_full(request, load, group_id)
-            unknown = self._known(keys).number == 0
-            self.denied.deny_unknown(keys[unknown], seq)
+        for group_id, group in verdict.groups.items():
+            if group.unknown:
+                keys = self.keys_at(request, group_id, 0)
+                self.denied.deny_unknown(keys[group.unknown], seq)
+
+    def note_completed(self, request: Request, verdict: LoadVerdict) -> None:
+        """Note that blocks which came in part have got bits that nobody compared."""
+        for group_id, group in verdict.groups.items():
+            if group.completed:
+                keys = self.keys_at(request, group_id, 0)[group.completed]
+                self.ledger.mark_other_sums(keys)
 
     def allow_stored(
         self, request: Request, group_id: int, start: int, stop: int

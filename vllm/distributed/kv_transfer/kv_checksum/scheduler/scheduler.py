@@ -301,7 +301,7 @@ class KVChecksumScheduler:
         self._recvs[req_id] = load
         self._started.append(load)
         if self.ledger is not None:
-            self.ledger.set_loaded(req_id, num_tokens)
+            self.ledger.set_loaded(req_id, num_tokens, not is_async)
 
     def add_local_hit(self, request: Request, num_tokens: int) -> None:
         """Draw blocks of a request's local hit that this step sums again.
