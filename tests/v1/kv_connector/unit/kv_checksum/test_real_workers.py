@@ -132,7 +132,10 @@ def test_a_load_that_failed_is_not_summed(pair, monkeypatch):
 
     monkeypatch.setattr(d.transport, "take_results", failed)
     d.on_reports = lambda reports: records.extend(
-        record for r in reports if r.kv_checksums for record in r.kv_checksums.finalize()
+        record
+        for r in reports
+        if r.kv_checksums
+        for record in r.kv_checksums.finalize()
     )
     out = load(p, d, tokens(100, next(_numbers)))
     assert out.finish_reason == FinishReason.ERROR and d.stats["loads_failed"] == 1
