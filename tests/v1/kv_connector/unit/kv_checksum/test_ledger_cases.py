@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The ledger in rarer cases: rolled-back steps, resets, failures, copies, other bits.
+"""The ledger in rarer cases: rolled-back steps, resets, failures, other bits.
 
 What is loaded and what is right are known as in `test_ledger_loads`. Where a case needs
 no scheduler, `LedgerLoads` stands alone.
@@ -9,7 +9,6 @@ no scheduler, `LedgerLoads` stands alone.
 from types import SimpleNamespace
 
 import pytest
-from campaign.instances import Mla
 
 from vllm.distributed.kv_transfer.kv_checksum.scheduler import ledger_loads
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import Ledger
@@ -319,46 +318,6 @@ def test_the_first_of_five_sums_is_no_mismatch(model, how):
     d.ask("again", PROMPT)
     assert d.stats["unverified:not_in_ledger"] == d.stats["ledger_misses"] == 1
     assert d.stats["blocks_compared"] == 11 and not d.outcome("mismatch")
-
-
-class Copies(Mla, tier.TierInstance):
-    """Every TP rank has its own copy of all KV; the tier keeps the first rank's."""
-
-    own = False
-
-    def _copy(self, block_ids):
-        super()._copy(block_ids)
-        if self.own:
-            for (n, rank), copy in self.copies.items():
-                if rank and n == 1:
-                    copy[block_ids, 0, 5, 7] += rank
-
-    def load(self, load):
-        super().load(load)
-        self._copy(load.ids()[0])
-        self.damage_copies(load.ids()[0])
-
-    def damage_copies(self, block_ids):
-        """Changes the copy of one rank behind the first."""
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("bad", [False, True])
-def test_each_rank_s_copy_is_compared(model, how, own, bad):
-    """Also where the ranks' copies are never equal bit for bit."""
-    d = Copies(model, tp=2, num_blocks=40, **how)
-    d.own = own
-    d.ask("first", PROMPT)
-    d.evict()
-
-    def damage(block_ids):
-        d.copies[2, 1][block_ids[3], 0, 3, 2] += 4
-
-    if bad:
-        d.damage_copies = damage
-    d.ask("again", PROMPT)
-    assert d.outcome("mismatch" if bad else "verified") == 1
-    assert d.stats["blocks_mismatched"] == bad
 
 
 def test_the_last_token_of_a_whole_prompt_may_get_other_bits(model):
