@@ -6,6 +6,7 @@ from functools import partial
 
 import prometheus_client
 import pytest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm.config import KVTransferConfig
 from vllm.config.utils import get_attr_docs
@@ -16,6 +17,9 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 
 from .rig import instances as rig
@@ -70,6 +74,66 @@ def test_context_parallelism_is_refused(tmp_path):
 def test_records_alone_keep_an_output_alive():
     assert KVConnectorOutput().is_empty()
     assert not KVConnectorOutput(kv_checksums=object()).is_empty()
+
+
+@pytest.fixture
+def logger(model):
+    """The logger of one API server in front of two engines, as vLLM makes it."""
+    config = rig.vllm_config(model, "kv_consumer")
+    yield PrometheusStatLogger(config, [0, 1])
+    unregister_vllm_metrics()
+
+
+def sample(name, engine, registry=prometheus_client.REGISTRY, **labels):
+    """A metric's value for an engine, whatever the model is called."""
+    wanted = {"engine": str(engine), **labels}
+    found = [
+        s.value
+        for metric in registry.collect()
+        for s in metric.samples
+        if s.name == f"vllm:kv_checksum_{name}" and wanted.items() <= s.labels.items()
+    ]
+    return found[0] if len(found) == 1 else found
+
+
+def test_an_engine_s_counts_are_its_own(logger):
+    stats = {
+        "loads:mismatch:kv_transfer_params": 3,
+        "blocks_compared": 7,
+        "skipped_groups:compressed": 2,
+        "ledger_entries": 9,
+    }
+    for engine, times in ((1, 2), (0, 1)):
+        for _ in range(times):
+            told = SchedulerStats(kv_checksum_stats=stats)
+            logger.record(told, None, engine_idx=engine)
+    bad = dict(verdict="mismatch", carrier="kv_transfer_params")
+    for engine, times in ((0, 1), (1, 2)):
+        assert sample("loads_total", engine, **bad) == 3 * times
+        assert sample("blocks_compared_total", engine) == 7 * times
+        assert sample("skipped_groups", engine, reason="compressed") == 2
+        assert sample("ledger_entries", engine) == 9
+
+
+def test_gauges_are_there_from_the_start(tmp_path, monkeypatch):
+    """With several API server processes, one that was never set is not shown."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    values = prometheus_client.values
+    monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue())
+    registry = prometheus_client.CollectorRegistry()
+    KVChecksumProm(
+        partial(prometheus_client.Counter, registry=registry),
+        partial(prometheus_client.Gauge, registry=registry),
+        ["engine"],
+        {0: ["0"], 1: ["1"]},
+    )
+    shown = prometheus_client.CollectorRegistry()
+    MultiProcessCollector(shown)
+    for engine in (0, 1):
+        for kind in Skipped:
+            assert sample("skipped_groups", engine, shown, reason=kind.value) == 0
+        assert sample("ledger_entries", engine, shown) == 0
+        assert sample("ledger_bytes", engine, shown) == 0
 
 
 def test_metrics_have_fixed_labels():

@@ -187,6 +187,14 @@ def test_states_without_a_known_split_need_equal_tp(model, d_tp, caplog):
     assert d.stats.get("left_out:tp_sizes", 0) == left_out
     said = [x for x in caplog.messages if "leave out KV cache group 1: tp_sizes" in x]
     assert len(said) == (left_out > 0)
+    # Every worker said so when it started.
+    started = [x for x in caplog.messages if "KV checksums do not cover, on " in x]
+    ends = [x.split("group 1 if ")[1] for x in started]
+    assert (
+        ends
+        == ["the other side's TP size is not 1"]
+        + [f"the other side's TP size is not {d_tp}"] * d_tp
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "align"])

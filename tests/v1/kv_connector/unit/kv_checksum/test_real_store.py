@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zmq
 from rig.mooncake_store import MooncakeStore, key
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
@@ -137,6 +138,9 @@ def test_a_damaged_value_is_removed_and_the_lookups_behind_it_are_answered(pair,
     prompt, other = tokens(3 * SIZE + 5, 3), tokens(4 * SIZE + 5, 4)
     keys = keys_of(a, ask(a, prompt))
     ask(a, other)
+    # A question that is not answered fails the test, and does not stop it.
+    channel = b.scheduler.connector.connector_scheduler.client.socket
+    channel.setsockopt(zmq.RCVTIMEO, 20_000)
     value = bytearray(store.get(keys[1]))
     value[0] ^= 1
     store.replace(keys[1], bytes(value))

@@ -120,6 +120,28 @@ def test_a_send_is_summed_behind_the_drafter(pair):
     assert d.loads("verified") == 1 and sum(d.loads(v) for v in VERDICTS) == 1
 
 
+def test_a_load_that_failed_is_not_summed(pair, monkeypatch):
+    """Its connector names it among those that finished, and among those that failed."""
+    p, d = pair
+    take, records = d.transport.take_results, []
+
+    def failed(finished_req_ids):
+        results = take(finished_req_ids)
+        results.failed_recving |= results.finished_recving
+        return results
+
+    monkeypatch.setattr(d.transport, "take_results", failed)
+    d.on_reports = lambda reports: records.extend(
+        record
+        for r in reports
+        if r.kv_checksums
+        for record in r.kv_checksums.finalize()
+    )
+    out = load(p, d, tokens(100, next(_numbers)))
+    assert out.finish_reason == FinishReason.ERROR and d.stats["loads_failed"] == 1
+    assert not any(record.checksums for record in records)
+
+
 @pytest.mark.parametrize("sides", [("p_off", "d"), ("p", "d_off")])
 def test_one_side_without_checksums(side, sides):
     """Transfers work; only a consumer that has checksums on says what is missing."""

@@ -9,6 +9,7 @@ from campaign.instances import Mla
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 
 from .rig import instances as rig
+from .rig import tier
 from .rig.instances import load
 
 
@@ -81,3 +82,45 @@ def test_equal_copies_take_no_room(model, transport, log):
     assert d.loads("verified") == 1 and "replicas_differ" not in p.stats
     assert all(wire.decode(data).groups[0].copies is None for data in sent)
     assert not any("differ between TP ranks" in x for x in log)
+
+
+class Copies(Mla, tier.TierInstance):
+    """Every TP rank has its own copy of all KV; the tier keeps the first rank's."""
+
+    own = False
+
+    def _copy(self, block_ids):
+        super()._copy(block_ids)
+        if self.own:
+            for (n, rank), copy in self.copies.items():
+                if rank and n == 1:
+                    copy[block_ids, 0, 5, 7] += rank
+
+    def load(self, load):
+        super().load(load)
+        self._copy(load.ids()[0])
+        self.damage_copies(load.ids()[0])
+
+    def damage_copies(self, block_ids):
+        """Changes the copy of one rank behind the first."""
+
+
+@pytest.mark.parametrize("is_sync", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_comes_back_is_compared_for_each_rank(model, is_sync, own, bad):
+    """By the ledger, also where the ranks' copies are never equal bit for bit."""
+    prompt = rig.tokens(200)
+    d = Copies(model, tp=2, num_blocks=40, sync=is_sync)
+    d.own = own
+    d.ask("first", prompt)
+    d.evict()
+
+    def damage(block_ids):
+        d.copies[2, 1][block_ids[3], 0, 3, 2] += 4
+
+    if bad:
+        d.damage_copies = damage
+    d.ask("again", prompt)
+    assert d.outcome("mismatch" if bad else "verified") == 1
+    assert d.stats["blocks_mismatched"] == bad

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Difference,
     GroupVerdict,
     LoadVerdict,
+    Unverified,
 )
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -118,6 +119,19 @@ def test_a_storm_is_counted_whole_and_shown_in_part(model, log, monkeypatch):
     assert len(log) == report.MAX_LINES + 2
     kv_checksum._reporter.load("next", mismatch(), "source", "served")
     assert "request next" in log[-1], "the next window shows lines again"
+
+
+def test_each_reason_for_unverified_loads_is_said_once(log):
+    reporter = report.Reporter()
+    reasons = (Unverified.NO_PAYLOAD, Unverified.FINGERPRINT, Unverified.NUM_TOKENS)
+    for number in range(2):
+        for reason in reasons:
+            verdict = LoadVerdict(unverified=reason)
+            reporter.load(f"r{number}", verdict, "source", "served")
+    warned = [x for x in log if x.startswith("WARNING KV checksums not verified: ")]
+    said = [f"{reason.value} (first for request r0, source; " for reason in reasons]
+    assert len(warned) == 3
+    assert all(text in x for text, x in zip(said, warned, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,34 @@ def test_a_group_without_beside_one_with(worker, caches):
         assert found == expected(caches, full, [8, 2, 6], 0, 40)
 
 
+@pytest.mark.parametrize("size", [16, 32])
+def test_blocks_at_positions_of_their_own(size):
+    """Beside some that follow one another; each has the sums of its place."""
+    spec = u.full_spec(block_size=size)
+    caches = {n: u.random_cache(20, spec, seed=n) for n in range(2)}
+    named = {u.names(n)[0]: cache for n, cache in caches.items()}
+    w = u.worker(u.config(20, ([*named], spec)), named)
+    ids, positions = [7, 3, 12], [4, 0, 9]
+    work = {
+        "before": KVChecksumBlocks(3 * size, {0: (1, [5, 6])}),
+        "apart": KVChecksumBlocks(
+            2**62, {0: (0, np.array(ids))}, positions={0: np.array(positions)}
+        ),
+        "behind": KVChecksumBlocks(3 * size, {0: (2, [4])}),
+    }
+    w.bind(KVChecksumScheduled(full_blocks=work))
+    (record,) = w.post_forward(None, set(), set()).finalize()
+    assert u.values_of(record, "apart") == [
+        value
+        for block, at in zip(ids, positions, strict=True)
+        for value in u.expected_sums(caches, [block], at, (at + 1) * size)
+    ]
+    for name, start in (("before", 1), ("behind", 2)):
+        blocks = work[name].groups[0][1]
+        right = u.expected_sums(caches, blocks, start, 3 * size)
+        assert u.values_of(record, name) == right
+
+
 def test_blocks_without_tokens_have_sums_of_nothing(worker):
     record = u.send_record(worker, KVChecksumBlocks(0, {0: (0, [4])}))
     assert u.values_of(record) == [0]

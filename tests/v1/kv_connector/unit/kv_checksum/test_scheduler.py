@@ -5,6 +5,8 @@
 What moves between them is faked (see `transports`).
 """
 
+import base64
+
 import msgspec
 import pytest
 
@@ -52,6 +54,14 @@ def test_correct_loads_verify(model, transport, p_split, d_split, window):
     assert not any({**p.tables(), **d.tables()}.values())
 
 
+ACTIONS = {
+    "open": "served as loaded",
+    "fail": "request failed",
+    "recompute": "recomputing from token 48",
+}
+"""What is said of a load whose fourth block differs."""
+
+
 def error_of(out):
     """Return what the client of a failed request is told."""
     if not hasattr(out, "error"):
@@ -78,12 +88,13 @@ def test_a_flipped_bit_is_seen(model, transport, mode, d_split, log):
     if mode == "fail":
         assert out.finish_reason == FinishReason.ERROR
         assert request.num_computed_tokens == 100
-        assert d.stats["failed"] == 1 and "request failed" in line
+        assert d.stats["failed"] == 1
         assert error_of(out).startswith("KV checksum mismatch")
     else:
         assert out.finish_reason == FinishReason.LENGTH
     recomputed = sum(n for _, n in d.scheduled)
     assert recomputed == {"open": 2, "fail": 0, "recompute": 53}[mode]
+    assert line.endswith(f"; {ACTIONS[mode]}")
     d.step(p)
     assert not any(d.tables().values())
 
@@ -161,6 +172,9 @@ def test_bad_payloads_leave_the_load_unverified(
             assert error_of(out).endswith(f"({reason})")
     assert d.loads("unverified") == 2 and d.stats[f"unverified:{reason}"] == 2
     assert d.loads("verified") == 0
+    counted = {"open": {}, "fail": {"failed": 2}, "recompute": {"recomputed": 2}}
+    assert d.stats.items() >= counted[mode].items()
+    assert not {"failed", "recomputed"} & d.stats.keys() - counted[mode].keys()
     warned = [x for x in log if x.startswith("WARNING KV checksums not verified")]
     assert len(warned) == 1 and reason in warned[0]
     # Each has a line of its own for who looks into it, with what does not fit.
@@ -168,6 +182,18 @@ def test_bad_payloads_leave_the_load_unverified(
     assert len(told) == 2 and all(f"not verified: {reason} (" in x for x in told)
     assert all(len(x) < 500 for x in told)
     assert bad == "missing" or not any(x.endswith("()") for x in told)
+
+
+def test_payload_bytes_are_those_that_were_sent(model, transport):
+    """Of NIXL pull as text, in the producer's answer."""
+    p, d = pair(model, transport=transport)
+    sent = []
+    p.alter = lambda data: sent.append(data) or data
+    for number in (10, 100, 300):
+        load(p, d, number, f"r{number}")
+    sizes = [len(base64.b64encode(x) if transport == "pull" else x) for x in sent]
+    assert len(sizes) == 3 and p.stats["payload_bytes"] == sum(sizes)
+    assert not d.stats.get("payload_bytes")
 
 
 @pytest.mark.parametrize("mode", MODES)

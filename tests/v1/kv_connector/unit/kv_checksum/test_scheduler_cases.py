@@ -41,6 +41,23 @@ def test_a_group_with_a_missing_block_inside_is_left_out_and_said(model, log):
     assert sum("leave out KV cache group 0" in x for x in log) == 1
 
 
+def test_each_group_that_is_left_out_is_said(model, log):
+    """For one reason, in one request and in several."""
+    _, d = pair(model, window=40)
+    kv_checksum = d.scheduler.kv_checksum
+    rows = lambda req_id: ([4, 0, 6, 7], [0, 5, 0, 7])
+    kv_checksum.kv_cache_manager = SimpleNamespace(get_block_ids=rows)
+    for req_id in ("a", "b"):
+        kv_checksum.add_send(u.Request(request_id=req_id, num_prompt_tokens=64))
+        scheduled = kv_checksum.build_checksum_meta()
+        assert u.groups_of(scheduled.reqs_to_send[req_id]) == {}
+    said = [x for x in log if "leave out KV cache group" in x]
+    assert len(said) == 2 and all("(first for request a)" in x for x in said)
+    assert ["group 0:" in x for x in said] == [True, False]
+    assert ["group 1:" in x for x in said] == [False, True]
+    assert kv_checksum.take_stats() == {"left_out:missing_blocks": 4}
+
+
 @pytest.mark.parametrize("value", [5, None, [], "A" * 2**23, "kZGR" * 30_000])
 def test_params_that_hold_anything_else(model, value):
     """Clients may put anything under the key."""

@@ -559,9 +559,10 @@ def test_a_send_of_a_step_that_never_ended_is_not_summed_in_the_next():
     assert w.post_forward(None, set(), set()) is None
 
 
-def test_deferred_sends_are_summed_behind_the_drafter():
+@pytest.mark.parametrize("kind", ["reqs_to_send", "full_blocks", "sync_loads"])
+def test_what_a_step_writes_is_summed_behind_the_drafter(kind):
     w = two_group_worker()
-    w.bind(KVChecksumScheduled(reqs_to_send={"r": BLOCKS}))
+    w.bind(KVChecksumScheduled(**{kind: {"r": BLOCKS}}))
     assert w.post_forward(None, set(), set(), defer_sends=True) is None
     w.groups[0].layers[0].blocks[5] += 1  # the drafter writes
     (record,) = w.finalize_step(None).finalize()

@@ -59,6 +59,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
     Reporter,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import HOLD_BLOCKS
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     declares,
     serving_connector,
@@ -514,7 +515,7 @@ class KVChecksumScheduler:
         for name in self._drawn.keys() & scheduled.full_blocks.keys():
             hit = self._drawn.pop(name)
             request = requests.get(LocalHits.request_of(hit))
-            if request is None or request.status != RequestStatus.RUNNING:
+            if request is None or request.status not in HOLD_BLOCKS:
                 continue
             verdict = self.ledger.judge(request, hit)
             for group in verdict.groups.values():

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-_HOLD_BLOCKS = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
+HOLD_BLOCKS = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
+"""Statuses of requests that hold blocks: they compute, or wait for a load."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def users_of(
     """
     sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
     for request in requests:
-        if request.status not in _HOLD_BLOCKS:
+        if request.status not in HOLD_BLOCKS:
             continue
         rows = kv_cache_manager.get_block_ids(request.request_id)
         first = min(
