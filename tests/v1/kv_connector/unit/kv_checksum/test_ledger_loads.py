@@ -8,6 +8,9 @@ own cells.
 
 import pytest
 
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import ledger_keys
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.engine import FinishReason
 
 from .rig import instances as rig
@@ -504,3 +507,69 @@ def test_a_block_with_bits_that_nobody_compared_is_no_mismatch_later(model, sync
     d.ask("hit", prompt + [5] * 20)
     assert d.stats["loads:verified:local"] == hits + 1
     assert not d.stats.get("loads:mismatch:local")
+
+
+# ---- what else KV is computed from
+
+
+def adapter(number):
+    return LoRARequest(f"adapter{number}", number, "none")
+
+
+def image(identifier):
+    place = PlaceholderRange(offset=3, length=8)
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=identifier, mm_position=place
+    )
+
+
+INPUTS = {
+    "salt": [dict(cache_salt="a"), dict(cache_salt="b")],
+    "adapter": [dict(lora_request=adapter(1)), dict(lora_request=adapter(2))],
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+def test_kv_of_the_same_tokens_and_other_inputs_is_a_mismatch(model, how, inputs):
+    """A tier that mixes them up: each is known to the ledger, under its own key."""
+    d = make(model, **how)
+    write = d.write
+
+    def otherwise(request, first, last):
+        """KV depends on the adapter, which the rig's forward has none of."""
+        write(request, first, last)
+        if any(getattr(request, k) == v for k, v in inputs[1].items()):
+            (ids,) = d.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            for at in range(first, last):
+                d.kv[1][ids[at // 16], :, at % 16] += 1
+
+    d.write = otherwise
+    requests = [
+        d.add(f"first{i}", PROMPT, None, **settings)
+        for i, settings in enumerate(inputs)
+    ]
+    for request in requests:
+        d.run(request)
+    hashes = [list(request.block_hashes) for request in requests]
+    assert not set(hashes[0]) & set(hashes[1])
+    d.evict()
+    for own, other in zip(*hashes, strict=True):
+        d.tier.stored[0, own] = d.tier.stored[0, other]
+    d.run(d.add("mixed", PROMPT, None, **inputs[0]))
+    d.evict()
+    d.run(d.add("right", PROMPT, None, **inputs[1]))
+    assert d.outcome("mismatch") == d.outcome("verified") == 1
+    assert d.stats["loads_started"] == 2
+
+
+def test_keys_cover_what_vllm_s_block_hashes_cover(model):
+    d = make(model)
+    settings = [
+        {},
+        *(s for pair in INPUTS.values() for s in pair),
+        dict(mm_features=[image("x")]),
+        dict(mm_features=[image("y")]),
+    ]
+    requests = [d.add(f"r{i}", PROMPT, None, **some) for i, some in enumerate(settings)]
+    keys = [ledger_keys(request.block_hashes, 0) for request in requests]
+    assert len({int(k) for some in keys for k in some}) == 12 * len(settings)

@@ -314,8 +314,9 @@ class Instance:
 
     # ---- requests
 
-    def add(self, req_id, tokens, params, max_tokens=1):
+    def add(self, req_id, tokens, params, max_tokens=1, **settings):
         request = Request(
+            **settings,
             request_id=req_id,
             prompt_token_ids=list(tokens),
             sampling_params=SamplingParams(
