@@ -325,7 +325,7 @@ class Batch:
                 f"r{self.number}",
                 prompt,
                 None,
-                int(self.random.choice([1, 2, 5, 30])),
+                int(self.random.choice([1, 1, 1, 2, 2, 3, 4, 20])),
             )
             requests.append(request)
             for _ in range(int(self.random.integers(3))):
