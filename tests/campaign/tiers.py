@@ -19,6 +19,7 @@ import torch
 from kv_checksum.rig import instances as rig
 from kv_checksum.rig import tier
 
+from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 from vllm.v1.request import RequestStatus
 
 from .instances import model_folder
@@ -42,6 +43,10 @@ LESS_KNOWN = "clean, where not all is known"
 """Loads in a ledger that is smaller than the tier, or that end inside a block."""
 
 LESS_KNOWN_DAMAGED = "damaged, where not all is known"
+
+
+DROPPED = "not known, as a bad load came before"
+"""Sums that may have rested on a bad load are not entered, also where they did not."""
 
 
 class Computing(tier.TierInstance):
@@ -233,6 +238,7 @@ class Batch:
         self.kind = CLEAN
         self.loads: dict[str, tuple[str, bool]] = {}
         self.told = 0
+        self.met_bad = False
         self.positions: dict[tuple[int, int], list[bytes]] = {}
         self.prompts: list[list[int]] = []
         self.fresh: list[list[int]] = []
@@ -298,10 +304,16 @@ class Batch:
                     known.append(key)
         if self.kind != CLEAN:
             KINDS[self.kind](self, load)
+        size = d.block_size
         changed = any(
-            not torch.equal(d.kv[n][block].view(torch.uint8), kv.view(torch.uint8))
+            not torch.equal(
+                d.kv[n][block, :, : load.num_tokens - position * size].view(
+                    torch.uint8
+                ),
+                kv[:, : load.num_tokens - position * size].view(torch.uint8),
+            )
             for group, blocks in load.blocks.items()
-            for key, _, block in blocks
+            for key, position, block in blocks
             for n, kv in d.tier.stored[group, key].items()
         )
         self.loads[self.loading] = (self.kind, changed)
@@ -381,6 +393,9 @@ class Batch:
                 expected = ("mismatch" if changed else "verified", "unverified")
             elif kind == CLEAN:
                 expected = ("verified",)
+            if verdict.reason is Unverified.NOT_IN_LEDGER and self.met_bad:
+                kind, expected = DROPPED, ("unverified",)
+            self.met_bad |= verdict.mismatched
             row = self.tally.row(DEPTH, kind, expected)
             row.count(verdict.outcome, changed)
             if verdict.outcome not in row.right(changed):

@@ -27,10 +27,14 @@ from . import instances as rig
 
 @dataclass
 class Load:
-    """Blocks that one request loads: hash, position and id, by KV cache group."""
+    """Blocks that one request loads: hash, position and id, by KV cache group.
+
+    `num_tokens` are local or loaded: the last block may hold others behind them.
+    """
 
     blocks: dict[int, list[tuple[bytes, int, int]]]
     is_sync: bool
+    num_tokens: int
     steps_left: int = 0
 
     def ids(self) -> dict[int, list[int]]:
@@ -119,7 +123,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
         size = self.specs[0].block_size
         rows = blocks.get_block_ids()
         total = self.local[request.request_id] + num_external_tokens
-        load = Load({}, self.is_sync)
+        load = Load({}, self.is_sync, total)
         for group_id in range(len(self.specs)):
             first = (total - num_external_tokens) // size
             stop = -(-total // size)
