@@ -304,18 +304,13 @@ class Batch:
                     known.append(key)
         if self.kind != CLEAN:
             KINDS[self.kind](self, load)
-        size = d.block_size
-        changed = any(
-            not torch.equal(
-                d.kv[n][block, :, : load.num_tokens - position * size].view(
-                    torch.uint8
-                ),
-                kv[:, : load.num_tokens - position * size].view(torch.uint8),
-            )
-            for group, blocks in load.blocks.items()
-            for key, position, block in blocks
-            for n, kv in d.tier.stored[group, key].items()
-        )
+        changed = False
+        for group, blocks in load.blocks.items():
+            for key, position, block in blocks:
+                held = slice(0, load.num_tokens - position * d.block_size)
+                for n, kv in d.tier.stored[group, key].items():
+                    found = d.kv[n][block, :, held].view(torch.uint8)
+                    changed |= not torch.equal(found, kv[:, held].view(torch.uint8))
         self.loads[self.loading] = (self.kind, changed)
 
     # ---- requests
@@ -393,7 +388,8 @@ class Batch:
                 expected = ("mismatch" if changed else "verified", "unverified")
             elif kind == CLEAN:
                 expected = ("verified",)
-            if verdict.reason is Unverified.NOT_IN_LEDGER and self.met_bad:
+            unknown = verdict.reason is Unverified.NOT_IN_LEDGER
+            if unknown and self.met_bad and verdict.outcome == "unverified":
                 kind, expected = DROPPED, ("unverified",)
             self.met_bad |= verdict.mismatched
             row = self.tally.row(DEPTH, kind, expected)
