@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 
-from campaign import blocks, loads
+from campaign import blocks, loads, tiers
 from campaign import run as program
 from campaign.tally import CHECK, CLEAN, Tally
 from vllm.distributed.kv_transfer.kv_checksum.scheduler import scheduler
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import KnownSums
 from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
 
 CHECKS = {
@@ -59,8 +60,32 @@ def test_every_outcome_is_the_expected_one(depth, damaged, clean):
         assert tally.drawn["loads: loads in which a group lags"]["True"] > 50
 
 
+@pytest.mark.parametrize("number", [60, pytest.param(500, marks=pytest.mark.campaign)])
+def test_every_load_from_a_tier_ends_as_expected(number):
+    tally = run("tiers", number, number, seed=2)
+    assert tally.unexpected == 0, tally.examples
+    kinds = {kind for _, kind in tally.rows if kind in tiers.KINDS}
+    assert len(kinds) > 3 if number < 100 else kinds == set(tiers.KINDS)
+    held = [tally.rows["tiers", check].intact["verified"] for check in tiers.CHECKS]
+    assert all(held)
+
+
+def test_a_ledger_that_compares_one_block_less_does_not_pass(monkeypatch):
+    equal = KnownSums.equal
+
+    def lenient(self, sums):
+        found = equal(self, sums)
+        found[-1:] = True
+        return found
+
+    monkeypatch.setattr(KnownSums, "equal", lenient)
+    tally = run("tiers", 60, 0)
+    assert tally.total("tiers", "undetected") > 0
+    assert all("--depth tiers --seed 1 --batch" in x for x in tally.examples)
+
+
 def test_a_batch_is_the_same_whatever_ran_before():
-    for depth in (blocks, loads):
+    for depth in (blocks, loads, tiers):
         first = depth.run_batch(7, 3).json()
         depth.run_batch(7, 4)
         assert depth.run_batch(7, 3).json() == first
