@@ -146,6 +146,17 @@ def test_blocks_of_several_units_are_remembered(model, how):
     assert d.outcome("verified") == 1 and d.stats["blocks_compared"] == 8
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prompt_in_several_chunks_is_remembered(model, how, ahead):
+    """Steps that fill blocks follow one another, the next before one has reported."""
+    d = make(model, num_blocks=100, async_scheduling=ahead, **how)
+    prompt = rig.tokens(700)
+    d.ask("first", prompt)
+    d.evict()
+    d.ask("again", prompt)
+    assert d.outcome("verified") == 1 and d.stats["blocks_compared"] == 43
+
+
 @pytest.mark.parametrize("skips", [0, 1])
 def test_a_group_that_workers_skip_leaves_the_others(model, how, skips):
     """Groups beside it are remembered, and compared."""
@@ -388,6 +399,20 @@ def test_what_was_computed_from_bad_kv_is_neither_loaded_nor_known(model, mode, 
     d.run(third)
     assert [len(load[0]) for load in d.loaded_blocks[1:]] == [13]
     assert not d.outcome("verified")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_decoded_from_bad_kv_is_nobody_else_s(model, ahead):
+    """Fail-open, the request goes on; blocks that it fills have hashes of their own."""
+    d = first_use(model, sync=True, async_scheduling=ahead)
+    d.spoil = lambda d, load: tier.flip_bit(d, load, at=5)
+    d.ask("loads", PROMPT, max_tokens=60, steps=80)
+    assert d.outcome("mismatch") == 1 and ended_well(d, "loads")
+    other = d.add("other", PROMPT + [7] * 59, None)
+    found = d.scheduler.kv_cache_manager.get_computed_blocks(other)[0].blocks[0]
+    assert len(found) <= 5 and len(other.block_hashes) == 16
+    held = [at for at, h in enumerate(other.block_hashes) if (0, h) in d.tier.stored]
+    assert held == [*range(12)]
 
 
 # ---- who else uses it
