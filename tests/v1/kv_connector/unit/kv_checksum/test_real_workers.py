@@ -228,6 +228,9 @@ def test_a_load_aborted_at_each_stage_leaves_nothing(pair, stage):
         assert d.tables()["recvs"] == d.tables()["worker0"] == 1
         if stage == "loading":
             abort(d, request)
+            d.step(p)
+            # Nobody may report its end any more.
+            assert d.tables()["worker0"] == 0
         d.transport.hold_loads = False
         real.run(p, d, lambda: reported)
     settle(p, d)
