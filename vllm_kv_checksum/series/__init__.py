@@ -118,7 +118,11 @@ PATCHES = (
         feature=("connectors/multi_connector.py",),
         tests=("every_load", "multi_connector", "report", "stored"),
     ),
-    Patch("ledger", ("ledger",)),
+    Patch(
+        "ledger",
+        ("ledger",),
+        tests=("ledger", "ledger_cases", "ledger_loads"),
+    ),
     Patch("fault-drill", ("fault_drill",), feature=("fault_drill/",)),
     Patch("docs", ("docs",), tests=("spec_table",), files=("docs/",)),
 )

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum.fault_drill.connector import (
-    KVChecksumFaultDrill,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -225,6 +222,11 @@ class TierInstance(rig.Instance):
             kv_connector_extra_config=extra,
         )
         if drill is not None:
+            # It comes with a later patch than the ledger.
+            from vllm.distributed.kv_transfer.kv_checksum.fault_drill.connector import (
+                KVChecksumFaultDrill,
+            )
+
             options = {**drill, "connector": "TierConnector"}
             options["connector_module_path"] = __name__
             connector = dict(
