@@ -461,23 +461,47 @@ def test_a_request_that_found_bad_blocks_and_still_loads_more(model, mode, ahead
     assert d.answer_kv_is_right(last)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_new_request_with_the_id_of_one_that_ended(model, ahead):
-    """Each of their synchronous loads is judged with its own step."""
-    d = first_use(model, sync=True, num_blocks=80, async_scheduling=ahead)
-    d.add("r", PROMPT, None, max_tokens=4)
-    if ahead:
-        d.step()  # scheduled, and in flight when the next one is
-        d.scheduler.finish_requests("r", rig.RequestStatus.FINISHED_ABORTED)
-        forget_cached(d)
-    request = (
-        d.add("r", PROMPT, None, max_tokens=4) if ahead else d.scheduler.requests["r"]
-    )
+def preempt(d, request):
+    """As the scheduler does with a step of the request in flight; it may resume."""
+    d.scheduler.running.remove(request)
+    d.scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+    d.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def test_a_request_loads_again_while_its_first_load_is_in_flight(model):
+    """Each of its synchronous loads is judged with its own step."""
+    d = first_use(model, sync=True, num_blocks=80, async_scheduling=True)
+    request = d.add("r", PROMPT, None, max_tokens=4)
+    d.step()
+    preempt(d, request)
+    forget_cached(d)
     d.run(request)
-    assert d.outcome("verified") == 1 and ended_well(d, "r")
-    assert d.stats["loads_started"] == 1 + ahead
-    assert d.stats.get("loads_aborted", 0) == ahead
-    assert not d.outcome("unverified")
+    assert ended_well(d, "r") and len(d.loaded_blocks) == 2
+    assert d.outcome("verified") == d.stats["loads_started"] == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_first_load_that_was_bad_is_not_dropped_for_a_second(model, mode):
+    """It left blocks in the prefix cache, which the request finds there itself."""
+    d = first_use(model, sync=True, num_blocks=80, async_scheduling=True, **MODES[mode])
+
+    def spoil(d, load):
+        if load.blocks[0][0][1] == 0:
+            tier.flip_bit(d, load, at=5)
+
+    d.spoil = spoil
+    served = served_on_wrong_kv(d)
+    request = d.add("r", PROMPT, None, max_tokens=4)
+    d.step()
+    (row,) = d.scheduler.kv_cache_manager.get_block_ids("r")
+    preempt(d, request)
+    d.scheduler.kv_cache_manager.evict_blocks({*row[8:]})
+    for _ in range(20):
+        d.step()
+    assert [len(load[0]) for load in d.loaded_blocks] == [12, 4]
+    assert d.outcome("mismatch") == 1 and d.stats["loads_started"] == 2
+    assert bool(served) == (mode == "open")
+    assert not d.tables()["recvs"] and not d.scheduler.kv_checksum._replaced
 
 
 @pytest.mark.parametrize("mode", MODES)

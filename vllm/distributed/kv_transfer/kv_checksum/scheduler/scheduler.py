@@ -125,6 +125,8 @@ class KVChecksumScheduler:
         self._started: list[PendingLoad] = []
         self._sends: dict[str, PendingSend] = {}
         self._recvs: dict[str, PendingLoad] = {}
+        # Synchronous loads in flight whose request was preempted and loads again.
+        self._replaced: list[PendingLoad] = []
         # Requests to be sent whose prompts are not fully computed yet.
         self._unsummed: set[str] = set()
         self._declined: set[str] = set()
@@ -297,7 +299,10 @@ class KVChecksumScheduler:
             )
         load.blocks.seq = next(self._seqs)
         self._stats[metrics.LOADS_STARTED] += 1
-        if req_id in self._recvs:
+        replaced = self._recvs.get(req_id)
+        if replaced is not None and replaced.is_sync and self.ledger is not None:
+            self._replaced.append(replaced)
+        elif replaced is not None:
             self._stats[metrics.LOADS_ABORTED] += 1
         self._recvs[req_id] = load
         self._started.append(load)
@@ -438,6 +443,8 @@ class KVChecksumScheduler:
                     asked = table.get(req_id)
                     if asked is not None:
                         asked.take(record)
+            for replaced in self._replaced:
+                replaced.take(record)
             for req_id, data in record.received.items():
                 load = self._recvs.get(req_id)
                 # An intact copy takes the place of a damaged one, which is empty.
@@ -471,7 +478,7 @@ class KVChecksumScheduler:
 
         """
         bad: dict[str, int] = {}
-        if self._recvs:
+        if self._recvs or self._replaced:
             self._judge_ended(output, requests, known_failed, scheduled, bad)
         if self._drawn and scheduled is not None:
             self._judge_drawn(requests, scheduled, bad)
@@ -495,11 +502,14 @@ class KVChecksumScheduler:
         for req_id in getattr(output, "finished_recving", None) or ():
             load = self._recvs.get(req_id)
             if load is not None and not load.is_sync:
-                self._end(req_id, requests, bad)
+                self._end(self._recvs.pop(req_id), requests, bad)
         for req_id, blocks in scheduled.sync_loads.items() if scheduled else ():
             load = self._recvs.get(req_id)
             if load is not None and load.blocks.seq == blocks.seq:
-                self._end(req_id, requests, bad)
+                self._end(self._recvs.pop(req_id), requests, bad)
+            for load in [x for x in self._replaced if x.blocks.seq == blocks.seq]:
+                self._replaced.remove(load)
+                self._end(load, requests, bad)
 
     def _judge_drawn(
         self,
@@ -552,13 +562,13 @@ class KVChecksumScheduler:
             bad[req_id] = 0
 
     def _end(
-        self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
+        self, load: PendingLoad, requests: Mapping[str, Request], bad: dict[str, int]
     ) -> None:
         """Judge, count and log a load that finished, and handle the consequences.
 
         A load that must fail is added to `bad`.
         """
-        load = self._recvs.pop(req_id)
+        req_id = load.req_id
         # What a synchronous load brought is in the prefix cache, whatever became of
         # its request.
         request = load.request if load.is_sync else requests.get(req_id)
