@@ -228,7 +228,8 @@ def test_each_patch_passes_its_own_tests(changes, number, tmp_path):
     if tests:
         tree = tmp_path / "tree"
         for _, earlier in changes[:number]:
-            for path in (c.path for c in earlier if c.path.startswith("tests/")):
+            own_files = ("tests/", "docs/")
+            for path in (c.path for c in earlier if c.path.startswith(own_files)):
                 tree.joinpath(path).parent.mkdir(parents=True, exist_ok=True)
                 tree.joinpath(path).write_bytes((ROOT / path).read_bytes())
         # What vLLM's own tree has around them, as far as they need it here.

@@ -524,3 +524,32 @@ def test_a_block_that_lies_damaged_is_found_by_who_loads_the_rest(model, mode):
     assert d.stats["loads:verified:local"] == verified
     assert (out.finish_reason == FinishReason.ERROR) == (mode == "fail")
     assert bool(served) == (mode == "open")
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_load_of_a_request_that_found_bad_blocks_is_judged_by_its_own_prefix(
+    model, bad
+):
+    """Fail-open it goes on, with hashes of its own from the bad block on."""
+    d = tier.TierInstance(
+        model, num_blocks=80, sync=True, delay=3, async_scheduling=True
+    )
+    prompt = rig.tokens(300)
+    d.ask("first", prompt)
+    d.evict()
+
+    def spoil(d, load):
+        if load.is_sync or bad:
+            tier.flip_bit(d, load, at=2)
+
+    d.spoil = spoil
+    d.add("loads", prompt[:110], None, max_tokens=4)
+    d.step()
+    # Scheduled before the verdict: it finds the bad block, and loads the rest.
+    d.tier.is_sync = False
+    d.add("finds", prompt, None, max_tokens=4)
+    for _ in range(20):
+        d.step()
+    assert [load[0] and len(load[0]) for load in d.loaded_blocks] == [6, 12]
+    assert d.outcome("mismatch") == 1 + bad and d.stats["loads_started"] == 2
+    assert d.outcome("verified") == (not bad)

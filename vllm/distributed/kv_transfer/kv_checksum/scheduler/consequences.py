@@ -115,10 +115,10 @@ class Consequences:
             dropped = self.stored.drop_mismatched(request, verdict)
             self.stats[metrics.STORED_BLOCKS_DROPPED] += dropped
         if self.ledger is not None and load.carrier is KVChecksumCarrier.LEDGER:
-            self.ledger.deny(request, verdict, next(self.seqs))
-            self.ledger.note_completed(request, verdict)
+            self.ledger.deny(load, verdict, next(self.seqs))
+            self.ledger.note_completed(load, verdict)
             if self.fail_closed:
-                self.ledger.deny_unknown(request, verdict, next(self.seqs))
+                self.ledger.deny_unknown(load, verdict, next(self.seqs))
             if self.fail_closed and not request.is_finished():
                 self.computes.add(req_id)
         elif self.fail_closed and load.may_be_offered_again:
@@ -161,7 +161,7 @@ class Consequences:
         whole = verdict.reason is not None and self.fail_closed
         blocks = self.ledger.blocks_at(load, None if whole else verdict)
         if load.request is not None:
-            cached = self.ledger.cached_as(load.request, load, blocks, self._pool)
+            cached = self.ledger.cached_as(load, blocks, self._pool)
             self.kv_cache_manager.evict_blocks(cached)
         seq = next(self.seqs)
         users = users_of(

@@ -415,11 +415,19 @@ class LedgerLoads:
         self, request: Request, group_id: int, start: int, stop: int | None = None
     ) -> np.ndarray:
         """Return the keys of a request's blocks from `start` on that have hashes."""
+        return self._keys(request.block_hashes, group_id, start, stop)
+
+    def _keys(
+        self,
+        block_hashes: Sequence[BlockHash],
+        group_id: int,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> np.ndarray:
         scale = self._block_sizes[group_id] // self._hash_block_size
         if stop is None:
-            stop = len(request.block_hashes) // scale
-        hashes = hashes_of_blocks(request.block_hashes, scale, start, stop)
-        return ledger_keys(hashes, group_id)
+            stop = len(block_hashes) // scale
+        return ledger_keys(hashes_of_blocks(block_hashes, scale, start, stop), group_id)
 
     def _positions(self, load: PendingLoad, group_id: int) -> np.ndarray:
         """Return the positions of a load's blocks in the request, int64, ascending."""
@@ -442,23 +450,23 @@ class LedgerLoads:
         if not full.size:
             return np.zeros(0, np.uint64)
         first, last = int(full[0]), int(full[-1])
-        keys = self.keys_at(request, group_id, first, last + 1)
+        keys = self._keys(_hashes(request, load), group_id, first, last + 1)
         return keys[(full - first)[: np.searchsorted(full - first, len(keys))]]
 
     # ---- denying
 
-    def deny(self, request: Request, verdict: LoadVerdict, seq: int) -> None:
+    def deny(self, load: PendingLoad, verdict: LoadVerdict, seq: int) -> None:
         """Keep the blocks of a load that differ from being loaded again.
 
         Args:
-            request: the request that loaded them.
-            verdict: the load's verdict.
+            load: the load, by the ledger.
+            verdict: its verdict.
             seq: a number above those of all sums that workers were asked for.
 
         """
         for group_id, group in verdict.groups.items():
             if group.positions:
-                keys = self.keys_at(request, group_id, 0)
+                keys = self._keys(load.block_hashes, group_id)
                 self.denied.deny_bad(keys[group.positions], seq)
 
     def deny_from(self, request: Request, first_token: int, seq: int) -> None:
@@ -485,7 +493,6 @@ class LedgerLoads:
 
     def cached_as(
         self,
-        request: Request,
         load: PendingLoad,
         blocks: Mapping[int, set[int]],
         pool: BlockPool,
@@ -495,8 +502,7 @@ class LedgerLoads:
         The request may have given them up since.
 
         Args:
-            request: the request that loaded them.
-            load: the load.
+            load: the load, by the ledger.
             blocks: ids of some of its blocks, by KV cache group.
             pool: the blocks.
 
@@ -508,25 +514,25 @@ class LedgerLoads:
             for block_id, at in zip(np.asarray(ids).tolist(), positions, strict=True):
                 if block_id not in blocks.get(group_id, ()):
                     continue
-                hashes = hashes_of_blocks(request.block_hashes, scale, at, at + 1)
+                hashes = hashes_of_blocks(load.block_hashes, scale, at, at + 1)
                 for block_hash in hashes:
                     key = make_block_hash_with_group_id(block_hash, group_id)
                     if pool.blocks[block_id].block_hash == key:
                         found.add(block_id)
         return found
 
-    def deny_unknown(self, request: Request, verdict: LoadVerdict, seq: int) -> None:
+    def deny_unknown(self, load: PendingLoad, verdict: LoadVerdict, seq: int) -> None:
         """Keep blocks of a load that the ledger does not know from failing again."""
         for group_id, group in verdict.groups.items():
             if group.unknown:
-                keys = self.keys_at(request, group_id, 0)
+                keys = self._keys(load.block_hashes, group_id)
                 self.denied.deny_unknown(keys[group.unknown], seq)
 
-    def note_completed(self, request: Request, verdict: LoadVerdict) -> None:
+    def note_completed(self, load: PendingLoad, verdict: LoadVerdict) -> None:
         """Note that blocks which came in part have got bits that nobody compared."""
         for group_id, group in verdict.groups.items():
             if group.completed:
-                keys = self.keys_at(request, group_id, 0)[group.completed]
+                keys = self._keys(load.block_hashes, group_id)[group.completed]
                 self.ledger.mark_other_sums(keys)
 
     def allow_stored(
@@ -571,6 +577,14 @@ class LedgerLoads:
         self._rewritten.clear()
         self._pending.clear()
         self._waiting.clear()
+
+
+def _hashes(request: Request, load: PendingLoad) -> Sequence[BlockHash]:
+    """Return the hashes of a load's request as they were when it started.
+
+    The request may have got others since, as it found bad blocks in the prefix cache.
+    """
+    return load.block_hashes or request.block_hashes
 
 
 def _samples(

@@ -8,6 +8,7 @@ whole send or load not comparable; it never counts as a difference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
 from vllm.distributed.kv_transfer.kv_checksum.verdict import Unverified
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
 _FROM_TIERS = (None, KVChecksumCarrier.STORED, KVChecksumCarrier.LEDGER)
@@ -149,6 +151,7 @@ class PendingLoad(PendingSend):
         is_sync: whether it ends in the step in which it starts.
         num_tokens: tokens of the request that are local or loaded.
         request: the request, if it is synchronous: it is judged even if that has ended.
+        block_hashes: the request's hashes when it started, if the ledger judges it.
         empty: groups of which it brings nothing.
         computes_last: whether its last token is computed here all the same.
         sent: the payload that `params` held, or why it does not decode.
@@ -163,6 +166,7 @@ class PendingLoad(PendingSend):
     is_sync: bool = False
     num_tokens: int = 0
     request: Request | None = None
+    block_hashes: Sequence[BlockHash] = ()
     empty: set[int] = field(default_factory=set)
     computes_last: bool = False
     sent: KVChecksumPayload | ValueError | None = None

@@ -281,6 +281,7 @@ class KVChecksumScheduler:
         if unverified is None:
             blocks = self.kv_cache_manager.get_blocks(req_id)
             if carrier is KVChecksumCarrier.LEDGER:
+                load.block_hashes = list(request.block_hashes)
                 found = tier_blocks(
                     self.kv_cache_config,
                     blocks,
