@@ -55,7 +55,7 @@ Step = Callable[[], None]
 class Filling(SimpleNamespace):
     """A request whose blocks become full, as far as vLLM's block pool looks at it."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def new_hashes(number: int, seed: int) -> list[bytes]:
