@@ -52,6 +52,8 @@ class LeftOut(str, Enum):
     PARTIAL_BLOCKS = "partial_blocks"
     """The first block of a window holds tokens that had left the producer's; the
     others were compared."""
+    STATES = "states"
+    """The ledger remembers no states (Mamba)."""
 
 
 @dataclass

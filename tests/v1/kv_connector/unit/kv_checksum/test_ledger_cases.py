@@ -9,8 +9,10 @@ no scheduler, `LedgerLoads` stands alone.
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from vllm.distributed.kv_transfer.kv_checksum.scheduler import ledger_loads
+from vllm.distributed.kv_transfer.kv_checksum.scheduler import ledger_loads, scheduler
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import tier_blocks
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import Ledger
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -19,12 +21,13 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from .rig import caches as u
 from .rig import instances as rig
-from .rig import tier
+from .rig import loaded, tier
 from .rig.instances import MODES
-from .test_ledger_loads import (
+from .rig.tier import (
     PROMPT,
     SYNC,
     ended_well,
@@ -553,3 +556,52 @@ def test_a_load_of_a_request_that_found_bad_blocks_is_judged_by_its_own_prefix(
     assert [load[0] and len(load[0]) for load in d.loaded_blocks] == [6, 12]
     assert d.outcome("mismatch") == 1 + bad and d.stats["loads_started"] == 2
     assert d.outcome("verified") == (not bad)
+
+
+# ---- states
+
+
+def test_states_are_neither_asked_for_nor_remembered():
+    states = MambaSpec(
+        block_size=16,
+        shapes=((4, 3), (8,)),
+        dtypes=(torch.float32, torch.float32),
+        mamba_cache_mode="align",
+    )
+    groups = [
+        KVCacheGroupSpec(u.names(0), u.full_spec()),
+        KVCacheGroupSpec(u.names(1), states),
+    ]
+    config = KVCacheConfig(9, [], groups)
+    rows = [[KVCacheBlock(i) for i in ids] for ids in ((1, 2), (3, 4))]
+    held = SimpleNamespace(blocks=rows)
+    for is_sync in (False, True):
+        found = tier_blocks(config, held, 0, 32, is_sync)
+        assert list(found.blocks.groups) == [0] and found.left_out == {1}
+    ledger = ledger_loads.LedgerLoads(Ledger(9), config, 16, 1)
+    request = SimpleNamespace(request_id="r", block_hashes=[sha256(0), sha256(1)])
+    ledger.note(request, 1, rows[1], 0, 2)
+    assert ledger.take_full_blocks({"r"}, 1) is None
+    ledger.note(request, 0, rows[0], 0, 2)
+    assert list(ledger.take_full_blocks({"r"}, 2).groups) == [0]
+
+
+def test_a_group_of_states_is_said_and_counted(model, monkeypatch, log):
+    """The other groups of the load are compared (fake: a window taken for states)."""
+    d = tier.TierInstance(model, num_blocks=100, window=40)
+
+    def without_window(*args):
+        found = tier_blocks(*args)
+        del found.blocks.groups[1]
+        found.left_out.add(1)
+        return found
+
+    monkeypatch.setattr(scheduler, "tier_blocks", without_window)
+    monkeypatch.setattr(scheduler, "holds_states", lambda config, group: group == 1)
+    d.ask("first", rig.tokens(200))
+    d.evict()
+    # The oracle knows that the window is loaded and not asked for.
+    monkeypatch.setattr(loaded, "differences", lambda *args: [])
+    d.ask("again", rig.tokens(200))
+    assert d.stats["left_out:states"] == d.outcome("verified") == 1
+    assert [x for x in log if "leave out KV cache group 1: states" in x]

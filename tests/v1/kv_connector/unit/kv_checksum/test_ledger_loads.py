@@ -16,32 +16,20 @@ from vllm.v1.engine import FinishReason
 from .rig import instances as rig
 from .rig import tier
 from .rig.instances import MODES
-
-SYNC = {"async": dict(), "sync": dict(sync=True), "late": dict(delay=3)}
+from .rig.tier import (
+    PROMPT,
+    SYNC,
+    ended_well,
+    first_use,
+    make,
+    served_on_wrong_kv,
+    tokens_of,
+)
 
 
 @pytest.fixture(params=SYNC)
 def how(request):
     return SYNC[request.param]
-
-
-def make(model, *, num_blocks=40, **settings):
-    return tier.TierInstance(model, num_blocks=num_blocks, **settings)
-
-
-PROMPT = rig.tokens(200)
-
-
-def first_use(model, prompt=PROMPT, **settings):
-    """An instance that has computed a prompt and holds it in the tier alone."""
-    d = make(model, **settings)
-    assert d.ask("first", prompt).finish_reason == FinishReason.LENGTH
-    d.evict()
-    return d
-
-
-def ended_well(d, req_id):
-    return d.results[req_id][-1].finish_reason == FinishReason.LENGTH
 
 
 def test_an_intact_load_is_verified(model, how):
@@ -288,33 +276,6 @@ def test_a_block_that_is_loaded_in_part_may_get_other_bits(model):
 
 
 # ---- who else uses what a synchronous load brought
-
-
-def served_on_wrong_kv(d):
-    """Requests that get a token while their prompt's KV is not what it must be."""
-    served, finish_step = set(), d.finish_step
-
-    def finish(output, model_output):
-        here = output.num_scheduled_tokens.keys() & d.scheduler.requests.keys()
-        requests = [d.scheduler.requests[r] for r in here]
-        wrong = {
-            r.request_id
-            for r in requests
-            if r.status == rig.RequestStatus.RUNNING and not d.answer_kv_is_right(r)
-        }
-        results = finish_step(output, model_output)
-        for client in results.values():
-            served.update(
-                wrong & {o.request_id for o in client.outputs if o.new_token_ids}
-            )
-        return results
-
-    d.finish_step = finish
-    return served
-
-
-def tokens_of(d, req_id):
-    return [t for out in d.results.get(req_id, ()) for t in out.new_token_ids]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

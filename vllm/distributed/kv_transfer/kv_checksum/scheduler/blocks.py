@@ -130,7 +130,7 @@ def tier_blocks(
 
     A window is not clipped: the blocks that have left it are null. Blocks that a
     synchronous load brings have their hashes from the moment they are allocated, so
-    there their position tells.
+    there their position tells. Groups that hold states are left out.
 
     Args:
         kv_cache_config: the KV cache groups.
@@ -145,22 +145,20 @@ def tier_blocks(
         spec, row = group_spec(kv_cache_config, group_id), blocks.blocks[group_id]
         row = row[: -(-num_tokens // spec.block_size)]
         start: int | None
-        if is_sync:
+        if isinstance(spec, MambaSpec):
+            start = None
+        elif is_sync:
             start = _first_not_null(row, first_token // spec.block_size)
-        elif isinstance(spec, MambaSpec):
-            start = len(row) - bool(_unhashed_ids(row[-1:]))
         else:
             start = _first_unhashed(row)
         if start is None:
             found.left_out.add(group_id)
             continue
         ids = [block.block_id for block in row[start:]]
-        if not ids:
-            found.empty.add(group_id)
-        elif isinstance(spec, MambaSpec):
-            found.blocks.groups[group_id] = (0, ids[-1:])
-        else:
+        if ids:
             found.blocks.groups[group_id] = (start, np.array(ids, np.int64))
+        else:
+            found.empty.add(group_id)
     return found
 
 

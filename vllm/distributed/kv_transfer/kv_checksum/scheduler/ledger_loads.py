@@ -144,13 +144,11 @@ class LedgerLoads:
         self._kv_cache_config = kv_cache_config
         self._hash_block_size = hash_block_size
         groups = kv_cache_config.kv_cache_groups
-        # Of a group that holds states, a block holds one, after all of its tokens.
+        # States are left out: their blocks were not seen come back from a tier.
         self._block_sizes: dict[int, int] = {
             i: groups[i].kv_cache_spec.block_size
             for i in kv_cache_config.transfer_group_ids
-        }
-        self._states = {
-            i for i in self._block_sizes if holds_states(kv_cache_config, i)
+            if not holds_states(kv_cache_config, i)
         }
         self._notes: list[tuple[Request, int, list[KVCacheBlock], int, int]] = []
         self._rewritten: list[tuple[Request, int, KVCacheBlock, int]] = []
@@ -198,7 +196,7 @@ class LedgerLoads:
         """
         for group_id, size in self._block_sizes.items():
             at = num_tokens // size - 1
-            if num_tokens % size == 0 and group_id not in self._states:
+            if num_tokens % size == 0:
                 self._rewritten.append((request, group_id, rows[group_id][at], at))
 
     def set_loaded(self, req_id: str, num_tokens: int, is_sync: bool = False) -> None:
@@ -259,8 +257,6 @@ class LedgerLoads:
             if not live.any():
                 continue
             positions = np.concatenate(run.positions)[live]
-            if group_id in self._states:
-                positions[:] = 0
             full.blocks.groups[group_id] = (0, ids[live])
             full.blocks.positions[group_id] = positions
             full.hashes[group_id] = run.hashes
@@ -431,8 +427,6 @@ class LedgerLoads:
 
     def _positions(self, load: PendingLoad, group_id: int) -> np.ndarray:
         """Return the positions of a load's blocks in the request, int64, ascending."""
-        if group_id in self._states:
-            return np.array([load.num_tokens // self._block_sizes[group_id] - 1])
         start, ids = load.blocks.groups[group_id]
         apart = load.blocks.positions.get(group_id)
         return np.arange(start, start + len(ids)) if apart is None else apart
@@ -443,9 +437,6 @@ class LedgerLoads:
         """Return the keys of a load's first blocks, all slots of which were summed."""
         positions = self._positions(load, group_id)
         size, tokens = self._block_sizes[group_id], load.blocks.num_tokens
-        if group_id in self._states:
-            # It is that of a block only if it comes after the block's last token.
-            tokens = load.num_tokens if load.num_tokens % size == 0 else 0
         full = positions[(positions + 1) * size <= tokens]
         if not full.size:
             return np.zeros(0, np.uint64)

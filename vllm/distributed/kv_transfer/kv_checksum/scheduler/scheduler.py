@@ -291,8 +291,11 @@ class KVChecksumScheduler:
                 )
             else:
                 found = loaded_blocks(self.kv_cache_config, blocks, num_tokens)
+            by_ledger = carrier is KVChecksumCarrier.LEDGER
             for group_id in found.left_out:
-                self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
+                is_state = by_ledger and holds_states(self.kv_cache_config, group_id)
+                reason = LeftOut.STATES if is_state else LeftOut.MISSING_BLOCKS
+                self._leave_out(req_id, group_id, reason)
             load.blocks, load.empty = found.blocks, found.empty
             # A state is computed from all of its tokens; none of them can be left out.
             load.computes_last = num_tokens == request.num_tokens and not any(

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     SupportsHMA,
 )
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -283,3 +284,53 @@ def flip_bit(instance, load, group_id=0, at=-1, layer=1):
     _, _, block_id = load.blocks[group_id][at]
     cell = instance.kv[instance.layers[group_id][layer]][block_id].view(torch.uint8)
     cell[1, 0, 3] ^= 4
+
+
+# ---- what tests of the ledger begin with
+
+SYNC = {"async": dict(), "sync": dict(sync=True), "late": dict(delay=3)}
+
+PROMPT = rig.tokens(200)
+
+
+def make(model, *, num_blocks=40, **settings):
+    return TierInstance(model, num_blocks=num_blocks, **settings)
+
+
+def first_use(model, prompt=PROMPT, **settings):
+    """Return an instance that has computed a prompt and holds it in the tier alone."""
+    d = make(model, **settings)
+    assert d.ask("first", prompt).finish_reason == FinishReason.LENGTH
+    d.evict()
+    return d
+
+
+def ended_well(d, req_id):
+    return d.results[req_id][-1].finish_reason == FinishReason.LENGTH
+
+
+def served_on_wrong_kv(d):
+    """Collect requests that get a token while their prompt's KV is not right."""
+    served, finish_step = set(), d.finish_step
+
+    def finish(output, model_output):
+        here = output.num_scheduled_tokens.keys() & d.scheduler.requests.keys()
+        requests = [d.scheduler.requests[r] for r in here]
+        wrong = {
+            r.request_id
+            for r in requests
+            if r.status == rig.RequestStatus.RUNNING and not d.answer_kv_is_right(r)
+        }
+        results = finish_step(output, model_output)
+        for client in results.values():
+            served.update(
+                wrong & {o.request_id for o in client.outputs if o.new_token_ids}
+            )
+        return results
+
+    d.finish_step = finish
+    return served
+
+
+def tokens_of(d, req_id):
+    return [t for out in d.results.get(req_id, ()) for t in out.new_token_ids]
