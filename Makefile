@@ -35,7 +35,7 @@ unit: env
 	$(BIN)/python -m pytest tests -m "not e2e and not slow and not campaign and not upstream" -q
 
 test: env
-	$(BIN)/python -m pytest tests -m "not slow"
+	$(BIN)/python -m pytest tests -m "not slow" --durations=30
 
 test-slow: env
 	$(BIN)/python -m pytest tests -m slow
