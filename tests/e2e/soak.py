@@ -35,7 +35,7 @@ FLAT = 0.01
 JUDGED_FROM_MINUTES = 10
 """In a shorter run servers are still taking what they need; growth is reported only."""
 
-BOUNDED = ("_reporter._warned",)
+BOUNDED = ("reporter._warned",)
 """Tables that keep one entry per fixed reason."""
 
 SERVERS = {
