@@ -402,7 +402,7 @@ def test_a_rank_that_declines_stored_checksums_declines_them_for_all(
         dtype="float32",
         fork_server=forks,
         tp=2,
-        transfer={"enable_kv_checksum": True},
+        transfer={"enable_kv_checksum": True, "kv_checksum_ledger_blocks": 0},
     )
     declines = {"KV_CHECKSUM_RIG_SKIP_RANK": "1"}
     prompt = random_prompt("declined", 300)

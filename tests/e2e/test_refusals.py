@@ -22,7 +22,11 @@ pytestmark = pytest.mark.e2e
 BOUND_S = 120
 """All of them together, on a busy machine of two cores."""
 
-CLOSED = {"enable_kv_checksum": True, **pairs.MODES["fail"]}
+CLOSED = {
+    "enable_kv_checksum": True,
+    "kv_checksum_ledger_blocks": 0,
+    **pairs.MODES["fail"],
+}
 
 NIXL_CHILD = {
     "kv_connector": "NixlConnector",

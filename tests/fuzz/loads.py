@@ -377,7 +377,7 @@ class Load:
         scheduler = self.scheduler
         scheduler.attach_errors([[SimpleNamespace(request_id=REQUEST, error=None)]])
         assert not (scheduler._recvs or scheduler._sends or scheduler._scheduled)
-        assert not scheduler._errors
+        assert not scheduler._consequences._errors
         stats = scheduler.take_stats() or {}
         loads = {k: v for k, v in stats.items() if k.startswith("loads:")}
         if verdict is None:
