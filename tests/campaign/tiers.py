@@ -54,42 +54,13 @@ class Computing(tier.TierInstance):
 
     variant = 0
 
-    def cells(
-        self, layer: int, at: torch.Tensor, ids: torch.Tensor, variant: int
-    ) -> Any:
-        return rig.token_kv(layer, at + 7919 * variant, ids)
+    def cells(self, layer: int, at: torch.Tensor, ids: torch.Tensor) -> Any:
+        return super().cells(layer, at + 7919 * self.variant, ids)
 
-    def write(self, request: Any, first: int, last: int) -> None:
-        rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        tokens = torch.tensor(list(request.all_token_ids))
-        for group, numbers in enumerate(self.layers):
-            at = torch.arange(first, last)
-            blocks = torch.tensor(rows[group])[at // self.block_size]
-            at, blocks = at[blocks != 0], blocks[blocks != 0]
-            for n in numbers:
-                cells = self.cells(n, at, tokens[at], self.variant)
-                self.kv[n][blocks, :, at % self.block_size] = cells
-
-    def answer_kv_is_right(self, request: Any) -> bool:
-        """Tell if every token that the next one looks at has right bits."""
-        rows = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        ids = torch.tensor(list(request.prompt_token_ids))
-        for spec, numbers, row in zip(self.specs, self.layers, rows, strict=True):
-            window = getattr(spec, "sliding_window", None) or len(ids) + 1
-            at = torch.arange(max(0, len(ids) + 1 - window), len(ids))
-            blocks = torch.tensor(row)[at // self.block_size]
-            at, blocks = at[blocks != 0], blocks[blocks != 0]
-            for n in numbers:
-                held = self.kv[n][blocks, :, at % self.block_size].view(torch.uint8)
-                right = [
-                    (held == self.cells(n, at, ids[at], v).view(torch.uint8))
-                    .flatten(1)
-                    .all(1)
-                    for v in range(VARIANTS)
-                ]
-                if not torch.stack(right).any(0).all():
-                    return False
-        return True
+    def right_cells(self, layer: int, at: torch.Tensor, ids: torch.Tensor) -> Any:
+        """Yield every bit pattern of some tokens."""
+        for variant in range(VARIANTS):
+            yield super().cells(layer, at + 7919 * variant, ids)
 
 
 # ---- damage

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 from rig import lmcache, tampering
-from rig.model import tiny_qwen3
 from rig.servers import serving
 
 from e2e import pairs, reloads
@@ -30,22 +29,13 @@ DAMAGE = {
 """Damage to chunks of two blocks, and to single blocks of them."""
 
 
-@pytest.fixture(scope="module")
-def common(forks):
-    return {
-        "model": tiny_qwen3("float32"),
-        "dtype": "float32",
-        "fork_server": forks,
-        "env": lmcache.ENVIRONMENT,
-    }
-
-
 def server_of(mode, common):
     return reloads.instance(
         f"lmcache-{mode}",
         "LMCacheConnectorV1",
         mode=mode,
         transfer=lmcache.TRANSFER,
+        env=lmcache.ENVIRONMENT,
         **common,
     )
 

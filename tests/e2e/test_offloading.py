@@ -12,7 +12,6 @@ import httpx
 import pytest
 from rig import tampering, verdicts
 from rig.families import tiny
-from rig.model import tiny_qwen3
 from rig.servers import NIXL, serving
 
 from e2e import pairs, reloads
@@ -34,15 +33,6 @@ CHUNK_DAMAGE = {
 
 WINDOWED = ("--num-gpu-blocks-override", "64")
 """Blocks for prompts that take one per KV cache group."""
-
-
-@pytest.fixture(scope="module")
-def common(forks):
-    return {
-        "model": tiny_qwen3("float32"),
-        "dtype": "float32",
-        "fork_server": forks,
-    }
 
 
 def offloading(name, common, mode="fail-open", *, args=(), transfer=None, **extra):

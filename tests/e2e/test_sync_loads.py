@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rig import tampering
 from rig.families import tiny
-from rig.model import tiny_qwen3
 from rig.servers import serving
 
 from e2e import pairs, reloads
@@ -40,15 +39,6 @@ SERVERS = {
         {"transfer": reloads.HOST_STORE, "extra": {"asynchronous": True}},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def common(forks):
-    return {
-        "model": tiny_qwen3("float32"),
-        "dtype": "float32",
-        "fork_server": forks,
-    }
 
 
 @pytest.fixture(scope="module", params=SERVERS)

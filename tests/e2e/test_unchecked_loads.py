@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 from rig import verdicts
-from rig.model import tiny_qwen3
 from rig.routing import prefill
 from rig.servers import NIXL, Server, serving
 
@@ -22,15 +21,6 @@ NO_LEDGER = {"kv_checksum_ledger_blocks": 0}
 
 DEV = {"VLLM_SERVER_DEV_MODE": "1"}
 """Lets a server forget its prefix cache."""
-
-
-@pytest.fixture(scope="module")
-def common(forks):
-    return {
-        "model": tiny_qwen3("float32"),
-        "dtype": "float32",
-        "fork_server": forks,
-    }
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,8 @@ class Tampering:
         if order["kind"] == "swapped":
             touched += _targets(of_group, _other(of_group, targets, order), order)
         before = [page.contents() for page in touched]
-        KINDS[order["kind"]](self, order, load, targets, touched[len(targets) :])
+        others = touched[len(targets) :]
+        KINDS[order["kind"]](Case(self, order, load, targets, others))
         changed = 0
         for page, old in zip(touched, before, strict=True):
             changed += sum(
@@ -197,63 +198,60 @@ def _other(of_group: list[Page], targets: list[Page], order: dict[str, Any]) -> 
     return int(order.get("other", following))
 
 
-def _flip(
-    of: Tampering,
-    order: dict[str, Any],
-    load: Sequence[Page],
-    targets: list[Page],
-    others: list[Page],
-) -> None:
+@dataclass(frozen=True)
+class Case:
+    """One order that is carried out on a load.
+
+    Attributes:
+        of: what the connector keeps.
+        order: the settings of the damage.
+        load: all pages of the load.
+        targets: those that are damaged.
+        others: those that they change places with, if they do.
+
+    """
+
+    of: Tampering
+    order: dict[str, Any]
+    load: Sequence[Page]
+    targets: list[Page]
+    others: list[Page]
+
+
+def _flip(case: Case) -> None:
     """Flip one bit of each block."""
-    for page in targets:
-        layer = page.layers[order.get("layer", 0)]
-        layer[order.get("byte", 0)] ^= 1 << order.get("bit", 0)
+    for page in case.targets:
+        layer = page.layers[case.order.get("layer", 0)]
+        layer[case.order.get("byte", 0)] ^= 1 << case.order.get("bit", 0)
 
 
 def _replace(same_position: bool) -> Kind:
     """Put the bytes of another stored block in the place of each block."""
 
-    def kind(
-        of: Tampering,
-        order: dict[str, Any],
-        load: Sequence[Page],
-        targets: list[Page],
-        others: list[Page],
-    ) -> None:
-        sources = [of.other(page, load, same_position) for page in targets]
-        for page, source in zip(targets, sources, strict=True):
+    def kind(case: Case) -> None:
+        of, load = case.of, case.load
+        sources = [of.other(page, load, same_position) for page in case.targets]
+        for page, source in zip(case.targets, sources, strict=True):
             page.fill(source.contents())
 
     return kind
 
 
-def _swap(
-    of: Tampering,
-    order: dict[str, Any],
-    load: Sequence[Page],
-    targets: list[Page],
-    others: list[Page],
-) -> None:
+def _swap(case: Case) -> None:
     """Exchange blocks, or chunks, of the load."""
-    if len(targets) != len(others):
+    if len(case.targets) != len(case.others):
         raise NotApplicable("the two chunks are not of one size in this load")
-    for page, other in zip(targets, others, strict=True):
+    for page, other in zip(case.targets, case.others, strict=True):
         mine = page.contents()
         page.fill(other.contents())
         other.fill(mine)
 
 
-def _half_write(
-    of: Tampering,
-    order: dict[str, Any],
-    load: Sequence[Page],
-    targets: list[Page],
-    others: list[Page],
-) -> None:
+def _half_write(case: Case) -> None:
     """Let the second half of each layer of a block be what lay there before: another block, or nothing."""
-    for page in targets:
+    for page in case.targets:
         try:
-            old = of.other(page, load, same_position=False).contents()
+            old = case.of.other(page, case.load, same_position=False).contents()
         except NotApplicable:
             old = [torch.zeros_like(layer) for layer in page.layers]
         for layer, stale in zip(page.layers, old, strict=True):
@@ -261,21 +259,13 @@ def _half_write(
             layer[half:] = stale[half:]
 
 
-def _replace_by_other_group(
-    of: Tampering,
-    order: dict[str, Any],
-    load: Sequence[Page],
-    targets: list[Page],
-    others: list[Page],
-) -> None:
+def _replace_by_other_group(case: Case) -> None:
     """Put a block of another KV cache group in the place of each block."""
-    for page in targets:
-        page.fill(of.of_other_group(page, load).contents())
+    for page in case.targets:
+        page.fill(case.of.of_other_group(page, case.load).contents())
 
 
-Kind = Callable[
-    [Tampering, dict[str, Any], Sequence[Page], list[Page], list[Page]], None
-]
+Kind = Callable[[Case], None]
 
 KINDS: dict[str, Kind] = {
     "bit_flip": _flip,

@@ -256,21 +256,26 @@ def test_loads_that_end_inside_a_block(model, leave, sync):
         assert d.stats["blocks_compared"] == 11
 
 
+def complete_with_other_bits(d, first):
+    """Let request "again" compute the tokens from `first` on with other bits."""
+    write = d.write
+
+    def otherwise(request, start, stop):
+        write(request, start, stop)
+        if request.request_id == "again" and start == first:
+            (ids,) = d.scheduler.kv_cache_manager.get_block_ids("again")
+            d.kv[1][ids[11], 0, 15] += 1
+
+    d.write = otherwise
+
+
 def test_a_block_that_is_loaded_in_part_may_get_other_bits(model):
     """Its last token is computed here: other bits are no mismatch, nor verified."""
     d = make(model, sync=True, leave=1)
     prompt = rig.tokens(192)
     d.ask("first", prompt)
     d.evict()
-    write = d.write
-
-    def otherwise(request, first, last):
-        write(request, first, last)
-        if request.request_id == "again" and first == 191:
-            (ids,) = d.scheduler.kv_cache_manager.get_block_ids("again")
-            d.kv[1][ids[11], 0, 15] += 1
-
-    d.write = otherwise
+    complete_with_other_bits(d, 191)
     d.ask("again", prompt)
     assert d.stats["unverified:num_tokens"] == 1 and not d.outcome("mismatch")
 
@@ -453,15 +458,7 @@ def test_a_block_with_bits_that_nobody_compared_is_no_mismatch_later(model, sync
     prompt = rig.tokens(192)
     d.ask("first", prompt)
     d.evict()
-    write = d.write
-
-    def otherwise(request, first, last):
-        write(request, first, last)
-        if request.request_id == "again" and first == 183:
-            (ids,) = d.scheduler.kv_cache_manager.get_block_ids("again")
-            d.kv[1][ids[11], 0, 15] += 1
-
-    d.write = otherwise
+    complete_with_other_bits(d, 183)
     d.ask("again", prompt)
     assert d.stats["unverified:num_tokens"] == d.outcome("unverified") == 1
     hits = d.stats.get("loads:verified:local", 0)

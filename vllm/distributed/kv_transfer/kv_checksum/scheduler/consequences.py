@@ -82,9 +82,10 @@ class Consequences:
 
     def __post_init__(self) -> None:
         groups = self.kv_cache_config.kv_cache_groups
+        self._several_groups = len(groups) > 1
         self._keeps_prefix = (
             self.recompute
-            and len(groups) == 1
+            and not self._several_groups
             and why_whole_blocks_differ(groups) is None
         )
         self._pool = self.kv_cache_manager.block_pool
@@ -136,8 +137,7 @@ class Consequences:
         vLLM has no way to compute a synchronous load again where blocks are of several
         groups.
         """
-        several = len(self.kv_cache_config.kv_cache_groups) > 1
-        return not self.recompute or (load.is_sync and several)
+        return not self.recompute or (load.is_sync and self._several_groups)
 
     def count_failure(self, load: PendingLoad) -> None:
         """Count a request that fails, or computes the KV itself, because of a load."""
@@ -202,7 +202,7 @@ class Consequences:
 
         """
         stopped, self._stopped = self._stopped, set()
-        if self._errors.keys() & stopped:
+        if not self.recompute or self._several_groups:
             self._failed |= stopped
             return stopped
         timestamp = time.monotonic()

@@ -152,7 +152,7 @@ class LedgerLoads:
         }
         self._notes: list[tuple[Request, int, list[KVCacheBlock], int, int]] = []
         self._rewritten: list[tuple[Request, int, KVCacheBlock, int]] = []
-        self._pending: dict[str, FullBlocks] = {}
+        self._pending: dict[int, FullBlocks] = {}
         self._waiting: deque[_Waiting] = deque()
         # Tokens that were loaded, by request; their blocks are not computed here.
         self._loaded: dict[str, tuple[int, bool]] = {}
@@ -264,7 +264,7 @@ class LedgerLoads:
                 full.hashes[group_id] = list(compress(run.hashes, live))
         if not full.hashes:
             return None
-        self._pending[f"{FULL_BLOCKS}{seq}"] = full
+        self._pending[seq] = full
         return full.blocks
 
     # ---- entering
@@ -279,11 +279,9 @@ class LedgerLoads:
         Steps report in their order, so what was asked for before is lost. How much is
         entered is bounded, so that a step which fills many blocks does not wait for it.
         """
-        reported = [k for k, full in self._pending.items() if full.records]
-        for name in list(self._pending) if reported else ():
-            self._take(self._pending.pop(name))
-            if name == reported[-1]:
-                break
+        reported = [seq for seq, full in self._pending.items() if full.records]
+        for seq in [seq for seq in self._pending if reported and seq <= reported[-1]]:
+            self._take(self._pending.pop(seq))
         if self._waiting:
             self._enter_waiting(max(_ENTERED_PER_STEP, self.num_waiting // 8))
 
@@ -329,13 +327,13 @@ class LedgerLoads:
         for one in sums:
             self.ledger.enter(keys, one)
 
-    def enter_load(self, request: Request, load: PendingLoad) -> None:
+    def enter_load(self, load: PendingLoad) -> None:
         """Enter the full blocks of a load that was verified."""
         skipped = load.skipped()
         for group_id in load.blocks.groups:
             if group_id in skipped:
                 continue
-            keys = self._keys_of_full(request, load, group_id)
+            keys = self._keys_of_full(load, group_id)
             sums = [s[: len(keys)] for s in self._block_sums(load, group_id)]
             self._enter_sums(keys, sums, load.blocks.seq)
 
@@ -355,7 +353,7 @@ class LedgerLoads:
 
     # ---- judging
 
-    def judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
+    def judge(self, load: PendingLoad) -> LoadVerdict:
         """Compare a load with the sums of the same blocks that the ledger holds."""
         try:
             load.check_reports(self._num_workers)
@@ -366,18 +364,16 @@ class LedgerLoads:
             if group_id in skipped:
                 continue
             try:
-                group = self._judge_group(request, load, group_id)
+                group = self._judge_group(load, group_id)
             except NotComparable as error:
                 group = GroupVerdict(unverified=error.reason, detail=error.detail)
             verdict.groups[group_id] = group
         return verdict
 
-    def _judge_group(
-        self, request: Request, load: PendingLoad, group_id: int
-    ) -> GroupVerdict:
+    def _judge_group(self, load: PendingLoad, group_id: int) -> GroupVerdict:
         checks = self._block_sums(load, group_id)
         positions = self._positions(load, group_id)
-        keys = self._keys_of_full(request, load, group_id)
+        keys = self._keys_of_full(load, group_id)
         number = len(keys)
         known = self._known(keys)
         equal = np.logical_and.reduce([known.equal(c[:number]) for c in checks])
@@ -431,9 +427,7 @@ class LedgerLoads:
         apart = load.blocks.positions.get(group_id)
         return np.arange(start, start + len(ids)) if apart is None else apart
 
-    def _keys_of_full(
-        self, request: Request, load: PendingLoad, group_id: int
-    ) -> np.ndarray:
+    def _keys_of_full(self, load: PendingLoad, group_id: int) -> np.ndarray:
         """Return the keys of a load's first blocks, all slots of which were summed."""
         positions = self._positions(load, group_id)
         size, tokens = self._block_sizes[group_id], load.blocks.num_tokens
@@ -441,7 +435,7 @@ class LedgerLoads:
         if not full.size:
             return np.zeros(0, np.uint64)
         first, last = int(full[0]), int(full[-1])
-        keys = self._keys(_hashes(request, load), group_id, first, last + 1)
+        keys = self._keys(load.block_hashes, group_id, first, last + 1)
         return keys[(full - first)[: np.searchsorted(full - first, len(keys))]]
 
     # ---- denying
@@ -568,14 +562,6 @@ class LedgerLoads:
         self._rewritten.clear()
         self._pending.clear()
         self._waiting.clear()
-
-
-def _hashes(request: Request, load: PendingLoad) -> Sequence[BlockHash]:
-    """Return the hashes of a load's request as they were when it started.
-
-    The request may have got others since, as it found bad blocks in the prefix cache.
-    """
-    return load.block_hashes or request.block_hashes
 
 
 def _samples(

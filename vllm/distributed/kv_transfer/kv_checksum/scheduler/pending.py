@@ -151,7 +151,8 @@ class PendingLoad(PendingSend):
         is_sync: whether it ends in the step in which it starts.
         num_tokens: tokens of the request that are local or loaded.
         request: the request, if it is synchronous: it is judged even if that has ended.
-        block_hashes: the request's hashes when it started, if the ledger judges it.
+        block_hashes: the request's hashes when it started, where there is a ledger.
+            It may get others, as it found bad blocks in the prefix cache.
         empty: groups of which it brings nothing.
         computes_last: whether its last token is computed here all the same.
         sent: the payload that `params` held, or why it does not decode.

@@ -280,8 +280,8 @@ class KVChecksumScheduler:
         )
         if unverified is None:
             blocks = self.kv_cache_manager.get_blocks(req_id)
-            if carrier is KVChecksumCarrier.LEDGER:
-                load.block_hashes = list(request.block_hashes)
+            by_ledger = carrier is KVChecksumCarrier.LEDGER
+            if by_ledger:
                 found = tier_blocks(
                     self.kv_cache_config,
                     blocks,
@@ -291,7 +291,6 @@ class KVChecksumScheduler:
                 )
             else:
                 found = loaded_blocks(self.kv_cache_config, blocks, num_tokens)
-            by_ledger = carrier is KVChecksumCarrier.LEDGER
             for group_id in found.left_out:
                 is_state = by_ledger and holds_states(self.kv_cache_config, group_id)
                 reason = LeftOut.STATES if is_state else LeftOut.MISSING_BLOCKS
@@ -311,6 +310,7 @@ class KVChecksumScheduler:
         self._recvs[req_id] = load
         self._started.append(load)
         if self.ledger is not None:
+            load.block_hashes = list(request.block_hashes)
             self.ledger.set_loaded(req_id, num_tokens, not is_async)
 
     def add_local_hit(self, request: Request, num_tokens: int) -> None:
@@ -324,6 +324,7 @@ class KVChecksumScheduler:
         blocks, seq = self.kv_cache_manager.get_blocks(req_id), next(self._seqs)
         hit = self._local_hits.choose(req_id, blocks, num_tokens, seq)
         if hit is not None:
+            hit.block_hashes = list(request.block_hashes)
             self._drawn[hit.req_id] = hit
             self._scheduled.full_blocks[hit.req_id] = hit.blocks
 
@@ -527,11 +528,13 @@ class KVChecksumScheduler:
         """
         assert self.ledger is not None
         for name in self._drawn.keys() & scheduled.full_blocks.keys():
+            if self._drawn[name].blocks.seq != scheduled.full_blocks[name].seq:
+                continue  # drawn anew in a step that has not ended
             hit = self._drawn.pop(name)
             request = requests.get(LocalHits.request_of(hit))
             if request is None or request.status not in HOLD_BLOCKS:
                 continue
-            verdict = self.ledger.judge(request, hit)
+            verdict = self.ledger.judge(hit)
             for group in verdict.groups.values():
                 group.unverified = None
             if not verdict.num_compared:
@@ -590,7 +593,7 @@ class KVChecksumScheduler:
         if verdict.outcome != "verified":
             self._consequences.see_to(request, load, verdict, bad)
         elif self.ledger is not None:
-            self.ledger.enter_load(request, load)
+            self.ledger.enter_load(load)
             if not load.is_sync and load.num_tokens == request.num_tokens:
                 self._rewrites[req_id] = load.num_tokens
         if load.is_sync:
@@ -699,7 +702,7 @@ class KVChecksumScheduler:
             return LoadVerdict(unverified=load.unverified)
         if load.carrier is KVChecksumCarrier.LEDGER:
             assert self.ledger is not None
-            return self.ledger.judge(request, load)
+            return self.ledger.judge(load)
         if not load.blocks.stored:
             return self._comparison.judge(request, load)
         try:
