@@ -5,6 +5,9 @@ CONNECTOR ?= nixl_pull
 BASE ?= 0.32.0
 N ?= 1000000
 MINUTES ?= 30
+WORKERS ?= 2
+# A file's tests share its servers. In the order of collection, so that the servers' files come early.
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help env unit test test-slow test-base test-upstream lint bench campaign mutants fuzz soak demo clean
@@ -13,7 +16,7 @@ help:
 	@echo "make env    build or complete the environment in $(VENV)"
 	@echo "make lint   ruff and mypy"
 	@echo "make unit   the tests that need no servers"
-	@echo "make test   every test, with real vLLM servers"
+	@echo "make test   every test, with real vLLM servers (WORKERS=2 files at a time)"
 	@echo "make test-slow  what make test leaves out: patching the real wheel of vLLM"
 	@echo "make test-base  the unit tests on another supported vLLM (BASE=0.32.0)"
 	@echo "make test-upstream  vLLM's own tests: what passes on stock passes on the patched tree"
@@ -32,10 +35,10 @@ env:
 	@$(PYTHON) tests/rig/env.py --venv $(VENV)
 
 unit: env
-	$(BIN)/python -m pytest tests -m "not e2e and not slow and not campaign and not upstream" -q
+	$(BIN)/python -m pytest tests -m "not e2e and not slow and not campaign and not upstream" $(PARALLEL) -q
 
 test: env
-	$(BIN)/python -m pytest tests -m "not slow" --durations=30
+	$(BIN)/python -m pytest tests -m "not slow" $(PARALLEL) --durations=30
 
 test-slow: env
 	$(BIN)/python -m pytest tests -m slow
