@@ -85,6 +85,9 @@ with base.cls("KVConnectorBase_V1") as c:
             """
             raise NotImplementedError
 
+        # Whether it transfers each rank's own tokens under context parallelism.
+        _kv_checksums_follow_context: bool = False
+
         @classmethod
         def _why_kv_checksums_not_stored(
             cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig | None"

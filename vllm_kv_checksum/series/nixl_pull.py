@@ -3,6 +3,9 @@
 The producer's answer already goes through the proxy to the consumer, so the generic
 code only adds a key. Bidirectional loads (`do_remote_decode` on a load) are neither
 verified nor counted.
+
+It is the connector of which it is known what each rank transfers under context
+parallelism.
 """
 
 from ..edits import Module
@@ -12,6 +15,8 @@ nixl.imports("from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCar
 with nixl.cls("NixlPullConnector") as c:
     c.method(
         """
+        _kv_checksums_follow_context = True
+
         def kv_checksum_carrier(
             self, request: "Request", receiving: bool
         ) -> KVChecksumCarrier | None:

@@ -153,13 +153,33 @@ def _why_brings_none(
 def why_off(vllm_config: VllmConfig) -> str | None:
     """Return why checksums cannot work at all in this configuration, or None."""
     parallel = vllm_config.parallel_config
-    sizes = (
+    reason = _why_no_context_parallelism(vllm_config)
+    if reason is None and parallel.world_size > 1:
+        reason = _why_reports_are_lost(parallel)
+    return reason
+
+
+def _why_no_context_parallelism(vllm_config: VllmConfig) -> str | None:
+    """Return why context parallelism keeps checksums from working, or None.
+
+    It is None without context parallelism, too.
+    """
+    parallel = vllm_config.parallel_config
+    dcp, pcp = (
         parallel.decode_context_parallel_size,
         parallel.prefill_context_parallel_size,
     )
-    if max(sizes) > 1:
-        return "context parallelism (DCP or PCP > 1) is not supported"
-    return None if parallel.world_size == 1 else _why_reports_are_lost(parallel)
+    if max(dcp, pcp) == 1:
+        return None
+    for connector_class, _ in _connector_classes(vllm_config):
+        if not connector_class._kv_checksums_follow_context:
+            return (
+                "context parallelism (DCP or PCP > 1) is supported with NixlConnector "
+                f"alone, not with {connector_class.__name__}"
+            )
+    if pcp > 1 and dcp > 1 and (parallel.tensor_parallel_size > 1 or dcp != pcp):
+        return "context parallelism over PCP and TP ranks together is not supported"
+    return None
 
 
 def _why_reports_are_lost(parallel_config: ParallelConfig) -> str | None:
@@ -197,6 +217,20 @@ def _executor_names(backend: str | type[Executor] | None) -> set[str | None]:
     if isinstance(backend, type):
         return {c.__name__ for c in backend.__mro__}
     return {backend}
+
+
+def num_reporting_workers(parallel_config: ParallelConfig) -> int:
+    """Return the number of workers that sum, and must report.
+
+    PCP ranks count where each holds other tokens (with DCP), and not where they hold
+    copies of each other's KV: the first one's is transferred.
+    """
+    workers = (
+        parallel_config.tensor_parallel_size * parallel_config.pipeline_parallel_size
+    )
+    if parallel_config.decode_context_parallel_size > 1:
+        workers *= parallel_config.prefill_context_parallel_size
+    return workers
 
 
 def why_not_on(vllm_config: VllmConfig) -> str | None:

@@ -55,13 +55,18 @@ def test_model_runner_v1_is_refused(tmp_path, monkeypatch):
     rig.vllm_config(model, "kv_consumer", enable_kv_checksum=False)
 
 
-def test_context_parallelism_is_refused(tmp_path):
+def test_context_parallelism_is_refused_over_other_connectors(tmp_path):
     from vllm.distributed.kv_transfer.kv_checksum import create_kv_checksum_scheduler
 
     model = rig.write_model(tmp_path / "model")
     d = rig.Instance(model, "kv_consumer")
     for closed in (False, True):
-        config = rig.vllm_config(model, "kv_consumer", kv_checksum_fail_closed=closed)
+        config = rig.vllm_config(
+            model,
+            "kv_consumer",
+            kv_connector="NixlPushConnector",
+            kv_checksum_fail_closed=closed,
+        )
         config.parallel_config.decode_context_parallel_size = 2
         args = config, d.scheduler.connector, None, None
         if closed:

@@ -507,7 +507,10 @@ def settings(enabled=True, dcp=1, executor="mp", pcp=1, **extra):
             distributed_executor_backend=executor,
         ),
         kv_transfer_config=SimpleNamespace(
-            enable_kv_checksum=enabled, kv_connector_extra_config=extra
+            enable_kv_checksum=enabled,
+            kv_connector="MooncakeStoreConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config=extra,
         ),
     )
 

@@ -59,7 +59,7 @@ class Comparison:
     Attributes:
         kv_cache_config: the instance's KV cache groups.
         tp_size: the instance's TP size.
-        num_workers: number of workers that must report (TP times PP).
+        num_workers: number of workers that must report.
 
     """
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,13 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     ConnectorCoverage,
     connector_coverage,
+    num_reporting_workers,
     refuse_unchecked,
     transfer_config,
     why_off,
 )
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -66,6 +69,7 @@ def create_kv_checksum_scheduler(
     else:
         for one, instance in zip(coverage, _single_connectors(connector), strict=True):
             _log_coverage_of(one, instance, transfer)
+    kv_cache_config = in_request_tokens(vllm_config, kv_cache_config)
     ledger = None
     if any(one.by_ledger for one in coverage):
         ledger = _create_ledger(vllm_config, kv_cache_manager, kv_cache_config)
@@ -75,18 +79,34 @@ def create_kv_checksum_scheduler(
     )
 
 
+def in_request_tokens(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> KVCacheConfig:
+    """Return the KV cache groups with block sizes that count tokens of all ranks.
+
+    Under context parallelism a block id stands for one block on each rank.
+    """
+    dcp_size = vllm_config.parallel_config.decode_context_parallel_size
+    if dcp_size == 1:
+        return kv_cache_config
+    groups = [
+        replace(g, kv_cache_spec=resolve_dcp_kv_cache_spec(g.kv_cache_spec, dcp_size))
+        for g in kv_cache_config.kv_cache_groups
+    ]
+    return replace(kv_cache_config, kv_cache_groups=groups)
+
+
 def _create_ledger(
     vllm_config: VllmConfig,
     kv_cache_manager: KVCacheManager,
     kv_cache_config: KVCacheConfig,
 ) -> LedgerLoads:
     """Create the ledger, and have the block pools tell it which blocks become full."""
-    parallel = vllm_config.parallel_config
     ledger = LedgerLoads(
         Ledger(transfer_config(vllm_config).kv_checksum_ledger_blocks),
         kv_cache_config,
         kv_cache_manager.block_pool.hash_block_size,
-        parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        num_reporting_workers(vllm_config.parallel_config),
     )
     for manager in kv_cache_manager.coordinator.single_type_managers:
         manager.block_pool.kv_checksum_ledger = ledger

@@ -126,7 +126,7 @@ class LedgerLoads:
         ledger: the table of sums.
         kv_cache_config: the KV cache groups.
         hash_block_size: tokens per block hash of a request.
-        num_workers: number of workers that must report (TP times PP).
+        num_workers: number of workers that must report.
 
     """
 

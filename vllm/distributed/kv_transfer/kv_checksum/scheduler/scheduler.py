@@ -62,6 +62,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import Stor
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import HOLD_BLOCKS
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     declares,
+    num_reporting_workers,
     serving_connector,
     transfer_config,
 )
@@ -114,7 +115,7 @@ class KVChecksumScheduler:
         self.recompute: bool = transfer.kv_load_failure_policy == "recompute"
         tp_size: int = parallel.tensor_parallel_size
         self._comparison = Comparison(
-            kv_cache_config, tp_size, tp_size * parallel.pipeline_parallel_size
+            kv_cache_config, tp_size, num_reporting_workers(parallel)
         )
         self.connector = connector
         self.kv_cache_manager = kv_cache_manager

@@ -114,7 +114,8 @@ def attention_slices(
         LayerView(name, part, width, pieces, factors, key, first)
         for part, first in parts
     ]
-    total_heads = spec.num_kv_heads * (shard.tp_size // key[0])
+    same_heads = key[0] * (shard.context.size if spec.dcp_sharded else 1)
+    total_heads = spec.num_kv_heads * (shard.tp_size // same_heads)
     return LayerSlices(
         views,
         total_heads,

@@ -11,6 +11,7 @@ import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.support import sums_blocks
 from vllm.distributed.kv_transfer.kv_checksum.worker.formats import layer_formats
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import ContextShard
 from vllm.distributed.kv_transfer.kv_checksum.worker.worker import KVChecksumWorker
 
 if TYPE_CHECKING:
@@ -39,20 +40,37 @@ def create_kv_checksum_worker(
     kv_cache_config = connector._kv_cache_config
     if not sums_blocks(vllm_config, kv_cache_config):
         return None
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import (
+        get_pcp_group,
+        get_pp_group,
+        get_tp_group,
+    )
 
-    tp = get_tp_group()
+    parallel = vllm_config.parallel_config
+    dcp, over_pcp = parallel.decode_context_parallel_size, False
+    ranks = get_tp_group()
+    if parallel.prefill_context_parallel_size > 1:
+        over_pcp = dcp > 1
+        if over_pcp:
+            ranks = get_pcp_group()
+        elif get_pcp_group().rank_in_group:
+            return None  # a copy of what PCP rank 0 holds and transfers
+    context = ContextShard(
+        dcp, ranks.rank_in_group % dcp, parallel.cp_kv_cache_interleave_size
+    )
     worker = KVChecksumWorker(
         kv_cache_config,
         kv_caches,
-        tp_rank=tp.rank_in_group,
-        tp_size=tp.world_size,
+        tp_rank=ranks.rank_in_group,
+        tp_size=ranks.world_size,
         pp_rank=get_pp_group().rank_in_group,
         uniform_kv_heads=_uniform_kv_heads(vllm_config),
         formats=layer_formats(vllm_config, kv_caches),
+        context=context,
+        over_pcp=over_pcp,
     )
     # All ranks decide alike what is stored: checksums are stored by all or by none.
-    for group in (tp, get_pp_group()):
+    for group in (ranks, get_pp_group()):
         worker.skipped_anywhere = _of_all_ranks(worker.skipped_anywhere, group)
     connector.set_kv_checksum_worker(worker)
     return worker

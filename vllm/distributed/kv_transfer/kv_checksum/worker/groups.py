@@ -14,11 +14,13 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     MAX_KV_HEADS_PER_LAYER,
     STATE_BLOCK_SIZE,
     Skipped,
+    unit_size,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker import states
 from vllm.distributed.kv_transfer.kv_checksum.worker.attention import attention_slices
 from vllm.distributed.kv_transfer.kv_checksum.worker.formats import LayerFormat
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    ContextShard,
     GroupView,
     LayerSlices,
     Sharding,
@@ -80,6 +82,7 @@ def build_group(
     holds_states = {states.is_state_spec(spec) for spec in specs.values()}
     if len(holds_states) > 1:
         raise SkipGroup("the group mixes states and tokens", Skipped.STATES_AND_TOKENS)
+    context = _context_shard(group.kv_cache_spec, shard)
     next_head: dict[str, int] = {}
     layers: list[LayerSlices] = []
     fingerprint = 0
@@ -115,7 +118,34 @@ def build_group(
         tuple(sorted({view.replica_key for view in views})),
         equal_tp=any(layer.equal_tp for layer in layers),
         remarks=tuple(sorted({r for layer in layers for r in layer.remarks})),
+        context=context,
     )
+
+
+def _context_shard(spec: KVCacheSpec, shard: Sharding) -> ContextShard:
+    """Return which tokens of a request a group's blocks hold on this worker.
+
+    Raises:
+        SkipGroup: the tokens of a block do not follow one another, or no units of them
+            are whole, or it is not known what the ranks hold.
+
+    """
+    context, size = shard.context, spec.block_size
+    if not spec.dcp_sharded or context.size == 1:
+        if shard.over_pcp:
+            raise SkipGroup("what PCP ranks hold of it is not known", Skipped.REPLICAS)
+        return ContextShard()
+    if context.interleave != size:
+        raise SkipGroup(
+            f"context parallelism deals out {context.interleave} tokens at a time, "
+            f"blocks hold {size}",
+        )
+    if unit_size(size) != unit_size(size * context.size):
+        raise SkipGroup(
+            f"units of {unit_size(size * context.size)} tokens do not lie in blocks "
+            f"of {size} on one rank"
+        )
+    return context
 
 
 def _owner_specs(

@@ -91,6 +91,11 @@ def build_rows(
             if positions is not None:
                 units = positions[:, None] * per_block + np.arange(per_block)
                 position[end - length : end] = units.ravel()
+        if (context := group.context).size > 1:
+            # The block at position p holds tokens of the instance's block at p * size
+            # + rank, if that is as large.
+            position += position // per_block * ((context.size - 1) * per_block)
+            position += context.rank * per_block
         first = np.multiply(position, group.unit_size, out=table[1, :total])
         valid = np.repeat(num_tokens, lengths) - first
         np.clip(valid, 0, group.unit_size, out=table[2, :total])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
@@ -89,6 +90,26 @@ SumRows = Callable[[torch.Tensor, torch.Tensor], None]
 before), position in the request of its first token, number of its tokens that count."""
 
 
+@dataclass(frozen=True)
+class ContextShard:
+    """The tokens of every request that a worker holds under context parallelism.
+
+    vLLM deals out a request's tokens to the ranks in turn, `interleave` at a time
+    (`cp_kv_cache_interleave_size`). Over NIXL that is one block, so the tokens of a
+    block follow one another.
+
+    Attributes:
+        size: ranks over which the tokens are dealt out (DCP); 1 for all on each rank.
+        rank: which of them this worker is.
+        interleave: tokens that one rank gets in a row.
+
+    """
+
+    size: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+
 @dataclass
 class LayerSlices:
     """One layer's views, and the facts about them that its group needs.
@@ -120,6 +141,7 @@ class GroupView:
         layers: the layers' views; a layer may have several.
         fingerprint: sum mod 2**64 of the layers' hashes.
         replica_keys: the copies of layers that this worker holds, ascending.
+        context: the tokens of a request that the group's blocks hold here.
         equal_tp: whether sums compare only between instances of equal TP size.
         remarks: parts of the layers that are not covered.
 
@@ -132,6 +154,7 @@ class GroupView:
     replica_keys: tuple[ReplicaKey, ...]
     equal_tp: bool = False
     remarks: tuple[str, ...] = ()
+    context: ContextShard = ContextShard()
 
     @property
     def unit_size(self) -> int:
@@ -141,17 +164,39 @@ class GroupView:
     def units_per_block(self) -> int:
         return self.block_size // self.unit_size
 
+    def of_all_ranks(self, sums: np.ndarray) -> np.ndarray:
+        """Place a run of blocks' sums among those of all ranks, which here are 0.
+
+        Args:
+            sums: uint64, shape ``(units, columns)``, of consecutive blocks.
+
+        Returns:
+            The sums, of as many blocks for each rank that tokens are dealt out to.
+
+        """
+        if self.context.size == 1:
+            return sums
+        of_blocks = sums.reshape(-1, self.units_per_block, sums.shape[1])
+        shape = (len(of_blocks), self.context.size, *of_blocks.shape[1:])
+        spread: np.ndarray = np.zeros(shape, np.uint64)
+        spread[:, self.context.rank] = of_blocks
+        return spread.reshape(-1, sums.shape[1])
+
 
 @dataclass(frozen=True)
 class Sharding:
     """This worker's part of the model.
 
-    `uniform_kv_heads` is the model's KV head count if every layer shares it.
+    `uniform_kv_heads` is the model's KV head count if every layer shares it. Where
+    tokens are dealt out over ranks (`context`), these are the TP ranks, or, with one
+    TP rank, the PCP ranks, which then are counted as TP ranks (`over_pcp`).
     """
 
     tp_rank: int
     tp_size: int
     uniform_kv_heads: int | None
+    context: ContextShard = ContextShard()
+    over_pcp: bool = False
 
 
 def layer_number(name: str) -> int:
@@ -218,8 +263,16 @@ def head_placement(spec: AttentionSpec, shard: Sharding) -> tuple[ReplicaKey, in
         )
     else:
         replicas = max(1, tp // shard.uniform_kv_heads)
-    key = (replicas, shard.tp_rank % replicas)
-    return key, shard.tp_rank // replicas * heads
+    first_head = shard.tp_rank // replicas * heads
+    parts = shard.context.size if spec.dcp_sharded else 1
+    if replicas % parts:
+        raise SkipGroup(
+            f"{replicas} TP ranks hold the same KV heads, their tokens lie on {parts}",
+            Skipped.REPLICAS,
+        )
+    # Of the ranks that hold the same heads, consecutive ones share out the tokens.
+    copy = shard.tp_rank % replicas // parts
+    return (replicas // parts, copy), first_head
 
 
 def piece_width(token_bytes: int) -> int:

@@ -41,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.rows import (
     build_rows,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    ContextShard,
     GroupView,
     Sharding,
     SkipGroup,
@@ -86,8 +87,11 @@ class PendingCopy:
         values = self.host.numpy().view(np.uint64)
         for part in self.parts:
             keys, group_id = part.group.replica_keys, part.group.group_id
+            sums = values[part.rows, : len(keys)].copy()
             self.record.checksums[part.req_id][group_id] = KVChecksumGroup(
-                part.start, keys, values[part.rows, : len(keys)].copy()
+                part.start * part.group.context.size,
+                keys,
+                part.group.of_all_ranks(sums),
             )
             if part.stored:
                 stored = self.record.stored.setdefault(part.req_id, {})
@@ -130,6 +134,8 @@ class KVChecksumWorker:
         kv_caches: per layer name, its ``[B, H, N, C]`` cache.
         tp_rank, tp_size, pp_rank: this worker's place in the instance.
         uniform_kv_heads: the model's KV head count if every layer shares it.
+        context: the tokens of every request that this worker holds.
+        over_pcp: whether `tp_rank` and `tp_size` count PCP ranks.
         formats: per layer name, how vLLM's layer keeps its cache; a layer that is
             missing is read by its spec alone.
 
@@ -145,13 +151,17 @@ class KVChecksumWorker:
         pp_rank: int,
         uniform_kv_heads: int | None,
         formats: Mapping[str, LayerFormat] | None = None,
+        context: ContextShard | None = None,
+        over_pcp: bool = False,
     ) -> None:
         self.tp_rank, self.pp_rank = tp_rank, pp_rank
         self.groups: dict[int, GroupView] = {}
         self.skipped: dict[int, str] = {}
         # All groups that any worker of the instance skips, once that is known.
         self.skipped_anywhere = self.skipped
-        shard = Sharding(tp_rank, tp_size, uniform_kv_heads)
+        shard = Sharding(
+            tp_rank, tp_size, uniform_kv_heads, context or ContextShard(), over_pcp
+        )
         for group_id in kv_cache_config.transfer_group_ids:
             group = kv_cache_config.kv_cache_groups[group_id]
             try:

@@ -99,6 +99,7 @@ def vllm_config(
     num_blocks=200,
     tp=1,
     pp=1,
+    dcp=1,
     policy="fail",
     async_scheduling=False,
     **transfer,
@@ -139,6 +140,9 @@ def vllm_config(
     config.parallel_config.tensor_parallel_size = tp
     config.parallel_config.pipeline_parallel_size = pp
     config.parallel_config.world_size = tp * pp
+    config.parallel_config.decode_context_parallel_size = dcp
+    # What vLLM chooses for NIXL.
+    config.parallel_config.cp_kv_cache_interleave_size = block_size if dcp > 1 else 1
     config.cache_config.block_size = block_size
     return config
 
@@ -210,6 +214,8 @@ class Instance:
         kv_config = self.kv_config = generate_scheduler_kv_cache_config(
             [self.worker_kv_config(self.model_kv_config, *r) for r in ranks]
         )
+        # Tokens of a block id, over all ranks that tokens are dealt out to.
+        span = block_size * self.config.parallel_config.decode_context_parallel_size
         init_none_hash(sha256)
         # With async scheduling, one step is scheduled before another has ended.
         self.steps: deque[SchedulerOutput] = deque()
@@ -219,12 +225,12 @@ class Instance:
             kv_cache_config=kv_config,
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=lcm(
-                *(g.kv_cache_spec.block_size for g in kv_config.kv_cache_groups)
+                span, *(g.kv_cache_spec.block_size for g in kv_config.kv_cache_groups)
             ),
-            hash_block_size=block_size,
+            hash_block_size=span,
             log_stats=True,
         )
-        self.hasher = get_request_block_hasher(block_size, sha256)
+        self.hasher = get_request_block_hasher(span, sha256)
         if MADE is not None:
             MADE.append(self)
         self.aggregator = KVOutputAggregator(tp * pp)

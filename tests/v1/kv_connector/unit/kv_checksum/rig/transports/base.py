@@ -55,6 +55,10 @@ class FakeTransport:
     def add_received(self, rank: int, results: KVConnectorTransferResults) -> None:
         """Add what worker `rank` received to its results."""
 
+    def copy(self, instance, producer, req_id, local, their_id, their_blocks):
+        """Copy what a load brings into the local blocks, per group."""
+        copy_tokens(instance, producer, req_id, local, their_id, their_blocks)
+
     def step(self, instance, producer, output) -> list[KVConnectorOutput]:
         """Return what each worker of `instance` reports for a step."""
         self.take_metadata(output.kv_connector_metadata)
@@ -64,7 +68,7 @@ class FakeTransport:
             if remote is None:
                 continue
             their_id, their_blocks = remote
-            copy_tokens(instance, producer, req_id, local, their_id, their_blocks)
+            self.copy(instance, producer, req_id, local, their_id, their_blocks)
             self.carry_payload(instance, producer, req_id)
             producer.transport.sent.add(their_id)
             del self.loading[req_id]
