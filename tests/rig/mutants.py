@@ -2,7 +2,8 @@
 
 The breaks are data (``tests/v1/kv_connector/unit/kv_checksum/data/mutants.toml``), chosen for what they mean in service, and
 located by module, function and text. A break is made in memory, as the module is imported
-(``mutating/sitecustomize.py``), so several run at once and no file is touched. A break that no test sees is told with what
+(``mutating/sitecustomize.py``), so several run at once and no file is touched. Each has a process of its own, forked
+from one that has imported the packages under vLLM. A break that no test sees is told with what
 goes wrong in service.
 """
 
@@ -11,20 +12,23 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import tomllib
 import torch
 
-from rig import progress
+from rig import processes, progress
+from rig.mutating import forked
 from rig.mutating.change import changed_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +99,6 @@ def run(mutant: Mutant, timeout: float) -> tuple[str, str]:
         change = {x: getattr(mutant, x) for x in ("function", "before", "after")}
         told.write_text(json.dumps({"module": mutant.module, "change": change}))
         env = {
-            **os.environ,
             "KV_CHECKSUM_MUTANT": str(told),
             "PYTHONPATH": str(Path(__file__).parent / "mutating"),
         }
@@ -105,32 +108,38 @@ def run(mutant: Mutant, timeout: float) -> tuple[str, str]:
         files = [str(file) for file in mutant.test_files()]
         options = ["-q", "-x", "-p", "no:cacheprovider", "--basetemp", f"{folder}/tmp"]
         options += ["-m", "not e2e and not slow and not campaign and not upstream"]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", *files, *options],
-                cwd=ROOT,
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-            )
-        except subprocess.TimeoutExpired:
+        log = f"{folder}/log"
+        told_to = (mutant.module, [*files, *options], env, str(ROOT), log)
+        process = _context().Process(target=forked.run, args=told_to)
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            processes.end(process.pid, polite_s=0)
+            process.join()
             return SEEN, f"no end within {timeout:.0f} s"
-    return _outcome(done)
+        return _outcome(process.exitcode, Path(log).read_text())
 
 
-def _outcome(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
-    failed = [
-        x for x in done.stdout.splitlines() if x.startswith(("FAILED ", "ERROR "))
-    ]
+@cache
+def _context() -> ForkServerContext:
+    """Return the way to start processes: forked from one that has imported what all need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rig.mutating.preloaded"])
+    # The fork server finds its preload by the environment alone.
+    os.environ["PYTHONPATH"] = str(ROOT / "tests")
+    return context
+
+
+def _outcome(status: int, output: str) -> tuple[str, str]:
+    failed = [x for x in output.splitlines() if x.startswith(("FAILED ", "ERROR "))]
     tests = [
         x.split(" ")[1] for x in failed if "::" in x or x.startswith("ERROR tests")
     ]
-    if done.returncode in (1, 2) and tests:
+    if status in (1, 2) and tests:
         return SEEN, tests[0]
-    if done.returncode == 0:
+    if status == 0:
         return SURVIVED, ""
-    return BROKEN, f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
+    return BROKEN, f"pytest ended with {status}: {output[-300:]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
