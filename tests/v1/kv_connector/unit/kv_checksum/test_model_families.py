@@ -4,17 +4,20 @@
 
 Real schedulers of P and D, real checksum workers, the scheduler sides of the real
 connector. Groups, backends and placement come from vLLM's own models
-(`rig.model_families`); forward and transfer are fake and move whole pages.
+(`rig.model_families`); forward and transfer are fake and move whole pages. Beside the
+families, there are models with chunked-local attention, static sinks, and drafters
+whose KV has a spec of its own or shares the target's (EAGLE-3, MTP, DFlash).
 """
 
 import pytest
 
 import vllm
+from vllm.config import ModelConfig
 from vllm.v1.engine import FinishReason
 
 from .rig.instances import load, tokens
 from .rig.model_families import table
-from .rig.model_families.configurations import FAMILIES
+from .rig.model_families.configurations import MODELS
 from .rig.model_families.instances import FamilyInstance
 from .rig.model_families.plans import plans
 
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     vllm.__version__.startswith("0.32"), reason="the families are of vLLM 0.33.0"
 )
 
-LOADED = [name for name, family in FAMILIES.items() if family.takes_connectors]
+LOADED = [name for name, family in MODELS.items() if not family.not_run]
 BEHIND_A_BLOCK = 73
 """Tokens of a prompt behind the largest block: 9 in the last of 16, 32 or 64."""
 
@@ -125,3 +128,21 @@ def test_a_bit_of_what_is_not_covered_changes_nothing(model, name):
     side.load(flip)
     assert flipped
     assert side.d.loads("verified" if side.covered else "unverified") == 1
+
+
+# ---- what vLLM itself does not run
+
+
+def test_vllm_refuses_connectors_of_encoder_decoder_models(model, monkeypatch):
+    """So cross attention is never loaded, and no block of it needs a sum."""
+    monkeypatch.setattr(ModelConfig, "is_encoder_decoder", True)
+    message = "Encoder-decoder models are not currently supported with KV connectors"
+    with pytest.raises(AssertionError, match=message):
+        FamilyInstance(model, "kv_consumer", plan=plans()["whisper"])
+
+
+def test_vllm_cannot_schedule_static_sinks(model):
+    """Its manager of sinks lacks an argument that its coordinator passes."""
+    plan = plans()["openpangu (static sinks)"]
+    with pytest.raises(TypeError, match="needs_kv_cache_zeroing"):
+        FamilyInstance(model, "kv_consumer", plan=plan)

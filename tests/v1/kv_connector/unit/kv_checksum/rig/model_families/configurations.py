@@ -18,9 +18,11 @@ class Family:
     Attributes:
         module: where vLLM's model class is.
         architecture: its name.
-        values: of the model's `config.json`, beside `_COMMON`.
+        values: of the model's `config.json`, beside `COMMON`.
         settings: engine arguments.
-        takes_connectors: whether vLLM lets a connector run with it.
+        not_run: why vLLM loads none of its KV, or nothing.
+        draft: how tokens are drafted, as vLLM's speculative configuration; a "config"
+            in it stands for the draft model's folder.
 
     """
 
@@ -28,14 +30,15 @@ class Family:
     architecture: str
     values: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
-    takes_connectors: bool = True
+    not_run: str = ""
+    draft: dict[str, Any] | None = None
 
     @property
     def config(self) -> dict[str, Any]:
-        return {**_COMMON, "architectures": [self.architecture], **self.values}
+        return {**COMMON, "architectures": [self.architecture], **self.values}
 
 
-_COMMON: dict[str, Any] = dict(
+COMMON: dict[str, Any] = dict(
     vocab_size=512,
     hidden_size=256,
     intermediate_size=256,
@@ -146,7 +149,7 @@ FAMILIES: dict[str, Family] = {
         dict(
             model_type="deepseek_v41",
             text_config=dict(
-                **_COMMON
+                **COMMON
                 | _DEEPSEEK_V4
                 | dict(
                     num_hidden_layers=4,
@@ -270,7 +273,7 @@ FAMILIES: dict[str, Family] = {
                 img_token_compression_config={},
             ),
             text_config=dict(
-                **_COMMON
+                **COMMON
                 | dict(
                     model_type="minimax_m3_text",
                     architectures=["MiniMaxM3SparseForCausalLM"],
@@ -421,6 +424,109 @@ FAMILIES: dict[str, Family] = {
             pad_token_id=0,
         ),
         dict(max_model_len=448),
-        takes_connectors=False,
+        not_run="vLLM runs no connector with it",
     ),
 }
+
+_QWEN3 = dict(model_type="qwen3", num_hidden_layers=2, head_dim=64)
+_EAGLE3 = dict(
+    architectures=["LlamaForCausalLMEagle3"],
+    model_type="llama",
+    num_hidden_layers=1,
+    num_key_value_heads=4,
+    head_dim=64,
+    draft_vocab_size=512,
+)
+_DEEPSEEK_V3 = dict(
+    **_DEEPSEEK_MOE,
+    model_type="deepseek_v3",
+    num_hidden_layers=2,
+    num_key_value_heads=4,
+    kv_lora_rank=512,
+    q_lora_rank=128,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    num_nextn_predict_layers=1,
+)
+
+KINDS: dict[str, Family] = {
+    "llama4 (chunked-local attention)": Family(
+        _MODELS + "llama4",
+        "Llama4ForCausalLM",
+        dict(
+            model_type="llama4_text",
+            num_hidden_layers=4,
+            head_dim=64,
+            attention_chunk_size=64,
+            no_rope_layers=[1, 1, 1, 0],
+            intermediate_size_mlp=256,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=1,
+        ),
+    ),
+    "openpangu (static sinks)": Family(
+        _MODELS + "openpangu",
+        "PanguEmbeddedForCausalLM",
+        dict(
+            model_type="llama",
+            num_hidden_layers=2,
+            head_dim=64,
+            qk_nope_dim=64,
+            qk_rope_dim=32,
+            v_channels=64,
+            param_sink_number=64,
+            param_sink_with_value=True,
+            bias=False,
+        ),
+        not_run="vLLM 0.33.0 cannot schedule it",
+    ),
+    "llama with EAGLE-3": Family(
+        _MODELS + "llama",
+        "LlamaForCausalLM",
+        dict(model_type="llama", num_hidden_layers=2, head_dim=64),
+        draft=dict(
+            method="eagle3",
+            num_speculative_tokens=2,
+            config=_EAGLE3,
+        ),
+    ),
+    "gpt_oss with EAGLE-3": Family(
+        _MODELS + "gpt_oss",
+        "GptOssForCausalLM",
+        FAMILIES["gpt_oss"].values,
+        draft=dict(method="eagle3", num_speculative_tokens=2, config=_EAGLE3),
+    ),
+    "deepseek_v3 with MTP": Family(
+        _MODELS + "deepseek_v2",
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK_V3,
+        draft=dict(method="mtp", num_speculative_tokens=1),
+    ),
+    "qwen3 with DFlash": Family(
+        _MODELS + "qwen3",
+        "Qwen3ForCausalLM",
+        _QWEN3,
+        draft=dict(
+            method="dflash",
+            num_speculative_tokens=4,
+            config=dict(
+                architectures=["DFlashDraftModel"],
+                model_type="qwen3",
+                num_hidden_layers=2,
+                num_key_value_heads=4,
+                head_dim=64,
+                dflash_config=dict(mask_token_id=3, target_layer_ids=[0, 1]),
+            ),
+        ),
+    ),
+}
+"""Models that show a kind of attention, or a drafter's KV, which the families lack."""
+
+MODELS = {**FAMILIES, **KINDS}

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from rig.servers import ENVIRONMENT, free_port
@@ -41,7 +42,7 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from .configurations import FAMILIES, Family
+from .configurations import COMMON, MODELS, Family
 from .plans import NUM_BLOCKS, Plan
 
 CONNECTOR = dict(
@@ -62,9 +63,36 @@ def vllm_config(family: Family, folder: Path) -> VllmConfig:
         max_model_len=512,
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 30,
-        kv_transfer_config=CONNECTOR if family.takes_connectors else None,
+        kv_transfer_config=None if family.not_run else CONNECTOR,
     )
+    if family.draft is not None:
+        settings["speculative_config"] = drafting(family.draft, folder)
     return EngineArgs(**{**settings, **family.settings}).create_engine_config()
+
+
+def drafting(draft: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return vLLM's speculative configuration, with the draft model's folder."""
+    settings = dict(draft)
+    values = settings.pop("config", None)
+    if values is not None:
+        draft_folder = folder / "draft"
+        draft_folder.mkdir()
+        (draft_folder / "config.json").write_text(json.dumps({**COMMON, **values}))
+        settings["model"] = str(draft_folder)
+    return settings
+
+
+def build_draft(config: VllmConfig) -> None:
+    """Build the drafter, and mark its layers as vLLM's speculators do."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return
+    layers = config.compilation_config.static_forward_context
+    targets = set(layers)
+    initialize_model(config, model_config=speculative.draft_model_config)
+    assert set(layers) > targets
+    for name in set(layers) - targets:
+        layers[name].is_draft_layer = True
 
 
 def plan_of(config: VllmConfig) -> Plan:
@@ -73,6 +101,7 @@ def plan_of(config: VllmConfig) -> Plan:
     parallel_state.initialize_model_parallel()
     with building(), set_default_torch_dtype(config.model_config.dtype):
         initialize_model(config)
+        build_draft(config)
     current_platform.update_block_size_for_backend(config)
     register_all_kvcache_specs(config)
     specs = get_kv_cache_spec(config)
@@ -107,7 +136,7 @@ def main(target: str) -> None:
     parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
     init_workspace_manager(torch.device("meta"))
     made = {}
-    for name, family in FAMILIES.items():
+    for name, family in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             config = vllm_config(family, Path(folder))
             with set_current_vllm_config(config):

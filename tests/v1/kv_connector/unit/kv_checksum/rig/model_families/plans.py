@@ -65,7 +65,7 @@ class Plan:
 
 @functools.cache
 def plans() -> dict[str, Plan]:
-    """Return the plans of all families, by name, in the order of `configurations`."""
+    """Return the plans of all models, by name, in the order of `configurations`."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "plans"
         environment = {

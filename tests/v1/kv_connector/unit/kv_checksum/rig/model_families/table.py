@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import layer_spec
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from ..writers import MLA, WRITERS
-from .configurations import FAMILIES
+from .configurations import MODELS
 from .plans import TESTS, Plan, plans
 
 DOCUMENT = TESTS.parent / "docs" / "design" / "kv_checksum.md"
@@ -38,9 +38,8 @@ def table() -> str:
             (group_id, _cells(plan, worker, group_id))
             for group_id in range(len(plan.config.kv_cache_groups))
         ]
-        label = name
-        if not FAMILIES[name].takes_connectors:
-            label += " (vLLM runs no connector with it)"
+        note = MODELS[name].not_run
+        label = f"{name} ({note})" if note else name
         for cells, same in groupby(groups, key=lambda group: group[1]):
             ids = [group_id for group_id, _ in same]
             number = str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
