@@ -53,7 +53,7 @@ def layer_format(path, cache):
     return formats.layer_format(None, NAME, Layer(), cache)
 
 
-def ranks_of(path, cells, tp, layout=KVCacheLayout.LBHNC, exchanged=False):
+def ranks_of(path, cells, tp, layout=KVCacheLayout.LBHNC, exchanged=False, kernel=None):
     """Return workers of all TP ranks, over a prompt that vLLM's writer wrote."""
     ids = torch.tensor(BLOCKS.groups[0][1])
     at = torch.arange(BLOCKS.num_tokens)
@@ -63,7 +63,7 @@ def ranks_of(path, cells, tp, layout=KVCacheLayout.LBHNC, exchanged=False):
     workers = []
     for rank in range(tp):
         spec = spec_of(path, cells, tp)
-        cache, raw = allocate(spec, 8, layout)
+        cache, raw = allocate(spec, 8, layout, kernel)
         raw.random_(generator=torch.Generator().manual_seed(rank))
         heads = slice(rank * HEADS // tp, (rank + 1) * HEADS // tp)
         writers.write_attention(
@@ -106,6 +106,11 @@ def test_planes_have_the_sums_of_dense_cells(cells, tp, layout):
     dense = sums(FLASH, cells, 1)
     assert sums(writers.B12X, cells, tp, layout) == dense
     assert len(dense[0]) == 3 * BLOCK_SIZE // 16
+
+
+def test_planes_of_kernel_blocks_have_the_same_sums():
+    """A block is cut into the pages that the kernel takes, each with two planes."""
+    assert sums(writers.B12X, "NONE", 1, kernel=32) == sums(FLASH, "NONE", 1)
 
 
 def test_exchanged_planes_are_seen():

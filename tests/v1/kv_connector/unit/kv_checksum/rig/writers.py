@@ -78,12 +78,14 @@ class Writer:
         return "-".join([self.backend.rpartition(".")[2], self.cells, *more])
 
 
-def allocate(spec, num_blocks, layout):
+def allocate(spec, num_blocks, layout, kernel_block_size=None):
     """Return a new cache as vLLM views it, and its bytes ``(blocks, page bytes)``."""
     page = spec.page_size_bytes
     raw = torch.zeros(num_blocks * page, dtype=torch.int8)
     place = KVCacheTensor(raw.numel(), ["layer"], raw.numel(), page)
-    (cache,) = create_kv_cache_views(raw, spec, num_blocks, layout, place)
+    (cache,) = create_kv_cache_views(
+        raw, spec, num_blocks, layout, place, kernel_block_size
+    )
     return cache, raw.view(torch.uint8).view(num_blocks, page)
 
 
