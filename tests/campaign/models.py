@@ -36,6 +36,7 @@ FAMILIES = (
     ("gated delta net",),
     ("GQA", "mamba2, 4 groups"),
     ("GQA", "gated delta net"),
+    ("GQA", "kda"),
 )
 """KV cache groups of the models that are drawn."""
 

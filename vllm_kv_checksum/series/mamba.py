@@ -2,8 +2,9 @@
 
 From a rank's shapes alone it cannot be told which rows of a state it holds, nor that
 several ranks hold the same ones. So `MambaSpec` carries the splits, filled from the
-layers: Mamba1, Mamba2 and gated delta nets know theirs, other layers answer None. The
-splits are the same on every rank, as vLLM compares specs over ranks.
+layers: Mamba1, Mamba2, gated delta nets, Kimi's delta attention (KDA), short
+convolutions and linear attention know theirs, other layers answer None. The splits are
+the same on every rank, as vLLM compares specs over ranks.
 """
 
 from ..edits import Module, assign
@@ -76,13 +77,22 @@ calculator.define(
         return None if size % tp_size else size // tp_size
 
 
+    def _conv_split(conv: tuple[tuple[int, int], ...]) -> MambaStateSplit:
+        """Build the split of a conv state's channels."""
+        return MambaStateSplit(0 if is_conv_state_dim_first() else 1, conv)
+
+
+    def _rows_split(rows: int) -> MambaStateSplit:
+        """Build the split of a temporal state's rows."""
+        return MambaStateSplit(0, ((rows, 1),))
+
+
     def _state_splits(conv: tuple[tuple[int, int], ...], temporal: int) -> StateSplits:
         """Build the splits of a conv state's channels and a temporal state's rows."""
-        axis = 0 if is_conv_state_dim_first() else 1
-        return MambaStateSplit(axis, conv), MambaStateSplit(0, ((temporal, 1),))
+        return _conv_split(conv), _rows_split(temporal)
     ''',
 )
-# The three are named after the functions that give the shapes of the same states.
+# They are named after the functions that give the shapes of the same states.
 with calculator.cls("MambaStateShapeCalculator") as c:
     c.method(
         '''
@@ -148,6 +158,41 @@ with calculator.cls("MambaStateShapeCalculator") as c:
                 return None
             keys, values = (k_heads * head_k_dim, 1), (v_heads * head_v_dim, 1)
             return _state_splits((keys, keys, values), v_heads)
+
+        @staticmethod
+        def kda_state_splits(
+            tp_size: int, num_heads: int, head_dim: int
+        ) -> StateSplits | None:
+            """Return the splits of a conv state [Q, K, V] and a recurrent state [heads].
+
+            None where TP does not divide the heads.
+            """
+            heads = _tp_share(num_heads, tp_size)
+            if heads is None:
+                return None
+            return _state_splits(((heads * head_dim, 1),) * 3, heads)
+
+        @staticmethod
+        def short_conv_state_splits(
+            tp_size: int, intermediate_size: int
+        ) -> StateSplits | None:
+            """Return the split of a conv state [x], the only one.
+
+            None where TP does not divide the channels.
+            """
+            channels = _tp_share(intermediate_size, tp_size)
+            return None if channels is None else (_conv_split(((channels, 1),)),)
+
+        @staticmethod
+        def linear_attention_state_splits(
+            tp_size: int, num_heads: int
+        ) -> StateSplits | None:
+            """Return the split of a state [heads], the only one.
+
+            None where TP does not divide the heads.
+            """
+            heads = _tp_share(num_heads, tp_size)
+            return None if heads is None else (_rows_split(heads),)
         '''
     )
 
@@ -204,4 +249,64 @@ olmo = Module("model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py")
 with olmo.cls("OlmoHybridGatedDeltaNetAttention") as c:
     c.method(_GDN_SPLITS)
 
-MODULES = [interface, abstract, calculator, mixer, mixer2, qwen, olmo]
+short_conv = Module("model_executor/layers/mamba/short_conv.py")
+with short_conv.cls("ShortConv") as c:
+    c.method(
+        """
+        def get_state_splits(self):
+            return MambaStateShapeCalculator.short_conv_state_splits(
+                tp_size=get_tensor_model_parallel_world_size(),
+                intermediate_size=self.conv_dim,
+            )
+
+        """,
+    )
+
+linear = Module("model_executor/layers/mamba/linear/base.py")
+with linear.cls("LinearAttention") as c:
+    c.method(
+        """
+        def get_state_splits(self):
+            return MambaStateShapeCalculator.linear_attention_state_splits(
+                tp_size=self.tp_size, num_heads=self.num_heads
+            )
+
+        """,
+    )
+
+# Kimi's delta attention: each of these classes calls `kda_state_shape` alike.
+_KDA_LAYERS = {
+    "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py": (
+        "KimiGatedDeltaNetAttention"
+    ),
+    "model_executor/models/bailing_moe_v3.py": "BailingMoeV3KimiDeltaAttention",
+    "models/glm5next/common/kda.py": "Glm5NextLinearAttention",
+    "models/kimi_k3/amd/kda.py": "KimiK3DeltaAttention",
+    "models/kimi_k3/nvidia/kda.py": "KimiK3DeltaAttention",
+}
+_KDA_SPLITS = """
+    def get_state_splits(self):
+        return MambaStateShapeCalculator.kda_state_splits(
+            tp_size=self.tp_size, num_heads=self.num_heads, head_dim=self.head_dim
+        )
+
+"""
+
+kda = []
+for _path, _class in _KDA_LAYERS.items():
+    kda.append(Module(_path))
+    with kda[-1].cls(_class) as c:
+        c.method(_KDA_SPLITS)
+
+MODULES = [
+    interface,
+    abstract,
+    calculator,
+    mixer,
+    mixer2,
+    qwen,
+    olmo,
+    short_conv,
+    linear,
+    *kda,
+]

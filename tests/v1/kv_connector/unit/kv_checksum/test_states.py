@@ -207,6 +207,9 @@ def test_splits_that_tp_does_not_divide_are_not_told():
     assert CALC.mamba2_state_splits(4, 16, 2, 8, 6) is None
     assert CALC.mamba2_state_splits(3, 18, 1, 8, 6) is None
     assert CALC.gated_delta_net_state_splits(8, 4, 8, 3, 2) is None
+    assert CALC.kda_state_splits(3, 8, 3) is None
+    assert CALC.short_conv_state_splits(3, 16) is None
+    assert CALC.linear_attention_state_splits(3, 8) is None
 
 
 def skip_cases():

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Test splits that vLLM's NIXL connectors refuse: no load of them asks for a verdict.
+"""Test what vLLM's NIXL connectors refuse: no load of it asks for a verdict.
 
 Where one of these fails, vLLM transfers what it did not, and the pair belongs to those
 of `test_kv_checksum_scheduler` and to the servers' tests.
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,11 @@ import torch
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils import (
+    derive_mamba_conv_split,
+)
 from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
@@ -119,3 +124,11 @@ def test_nixl_refuses_hybrid_producers_of_two_stages(
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
     with pytest.raises(NotImplementedError, match=message):
         worker_connector(model, "kv_producer", connector, FULL, group)
+
+
+@pytest.mark.parametrize("kind", ["SHORT_CONV", "LINEAR"])
+def test_nixl_refuses_states_of_short_convolutions_and_linear_attention(kind):
+    """Another connector may transfer them, and then they can be compared."""
+    spec = replace(STATES, mamba_type=MambaAttentionBackendEnum[kind])
+    with pytest.raises(NotImplementedError, match="only supports Mamba1, Mamba2 and"):
+        derive_mamba_conv_split(spec, 1)

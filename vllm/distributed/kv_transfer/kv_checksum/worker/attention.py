@@ -152,8 +152,8 @@ def token_order(spec: AttentionSpec, layer: LayerFormat) -> TokenOrder:
         )
     if spec.tokens_per_state != 1:
         raise SkipGroup(f"{spec.tokens_per_state} tokens per state", Skipped.COMPRESSED)
-    if spec.num_head_slots is not None:
-        raise SkipGroup("KV heads are packed into head slots", Skipped.PACKED_HEADS)
+    if spec.num_head_slots is not None and layer.order is not TokenOrder.KV_PLANES:
+        raise SkipGroup(_head_slots_problem(layer), Skipped.PACKED_HEADS)
     if layer.unknown is not None:
         raise SkipGroup(layer.unknown, Skipped.BACKEND)
     cells = kind_of_cells(spec)
@@ -168,11 +168,21 @@ def token_order(spec: AttentionSpec, layer: LayerFormat) -> TokenOrder:
             f"head, {cells}, in a format that is not known",
             Skipped.PACKED_CELLS,
         )
-    if layer.order is None:
+    if layer.order is None or layer.order is order:
         return order
     if order is not TokenOrder.ROWS or spec.state_content_bytes is not None:
         raise SkipGroup(f"{layer.backend} with packed cells", Skipped.BACKEND)
+    if layer.order is TokenOrder.KV_PLANES:
+        raise SkipGroup(f"{layer.backend} without its head slots", Skipped.BACKEND)
     return layer.order
+
+
+def _head_slots_problem(layer: LayerFormat) -> str:
+    """Return why KV heads that are packed into head slots are not read."""
+    problem = "KV heads are packed into head slots"
+    if layer.head_slots is None:
+        return problem
+    return f"{problem}; of {layer.backend}: {layer.head_slots}"
 
 
 def kind_of_cells(spec: AttentionSpec) -> str:
@@ -198,6 +208,8 @@ def _cell_order(spec: AttentionSpec) -> TokenOrder | None:
         kind_of_cells(spec),
         spec.state_content_bytes,
     )
+    if spec.num_head_slots is not None:
+        return _plane_order(spec, cells)
     if cells == "FP8_DS_MLA":
         return _ds_mla_order(cast("MLAAttentionSpec | SlidingWindowMLASpec", spec))
     if cells == "INDEXER" and content is None and kind in _MLA:
@@ -210,6 +222,25 @@ def _cell_order(spec: AttentionSpec) -> TokenOrder | None:
         values = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
         if content == values // _SCALES_PER_TOKEN_AND_HEAD[cells] + 8:
             return TokenOrder.ROWS
+    return None
+
+
+def _plane_order(spec: AttentionSpec, cells: str) -> TokenOrder | None:
+    """Return the order of a plane of keys and one of values; None if it is not known.
+
+    A plane's row is all heads of a token, keys or values.
+    """
+    row = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    dense = cells == "NONE" and spec.dtype.is_floating_point
+    fp8 = cells == "FP8_PER_TENSOR" and spec.dtype.itemsize == 1
+    if (
+        (dense or fp8)
+        and spec.num_head_slots == 2
+        and spec.state_content_bytes == row
+        and spec.head_size == spec.head_size_v
+        and type(spec).__name__ in _KEYS_AND_VALUES
+    ):
+        return TokenOrder.KV_PLANES
     return None
 
 
@@ -254,6 +285,8 @@ def _parts(
         return _segments(cache, ratio, _INDEXER_SEGMENTS)
     if order is TokenOrder.V4_LATENTS:
         return _segments(cache, ratio, _V4_SEGMENTS)
+    if order is TokenOrder.KV_PLANES:
+        return _planes(spec, cache, ratio)
     token_bytes = cache.shape[-1] * cache.element_size()
     width = piece_width(token_bytes)
     blocks = integer_view(cache, num_blocks, width)
@@ -276,8 +309,8 @@ def _check_shape(spec: AttentionSpec, cache: torch.Tensor, num_blocks: int) -> N
             f"{total // num_blocks} kernel blocks of {tokens} tokens do not tile a "
             f"block of {spec.block_size}"
         )
-    if heads != spec.num_kv_heads:
-        raise SkipGroup(f"the cache holds {heads} heads, not {spec.num_kv_heads}")
+    if heads != spec.num_heads:
+        raise SkipGroup(f"the cache holds {heads} heads, not {spec.num_heads}")
 
 
 def _cpu_vectors(cache: torch.Tensor, num_blocks: int, blocks: torch.Tensor) -> _Parts:
@@ -376,3 +409,35 @@ def _segments(
         parts.append((read, before // width))
         before += part
     return width, cell // width, parts
+
+
+def _planes(
+    spec: AttentionSpec, cache: torch.Tensor, ratio: int
+) -> tuple[int, int, _Parts]:
+    """View a head slot of keys and one of values, each head of them as one slice.
+
+    Pieces are numbered as in a dense cell, a head's keys before its values, so the
+    sums equal those of any backend that stores such cells.
+
+    Raises:
+        SkipGroup: a piece holds both keys and values.
+
+    """
+    total, _, tokens, _ = cache.shape
+    size, heads = cache.element_size(), spec.num_kv_heads
+    half = spec.head_size * size
+    width = piece_width(2 * half)
+    if half % width:
+        raise SkipGroup("a piece holds both keys and values, which lie apart")
+    block, plane, token, _ = (stride * size for stride in cache.stride())
+    parts = []
+    for slot, first in enumerate((0, half // width)):
+        rows = read_as(
+            cache,
+            width,
+            slot * plane,
+            (total // ratio, ratio, heads, tokens, half // width),
+            (block * ratio, block, half, token, width),
+        )
+        parts.append((rows, first))
+    return width, 2 * half // width, parts

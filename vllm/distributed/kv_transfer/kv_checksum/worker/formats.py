@@ -31,6 +31,7 @@ class TokenOrder(Enum):
     CPU_TILES = "keys and values in tiles of pairs"
     INDEXER = "fp8 values of all tokens, then their scales"
     V4_LATENTS = "latents of all tokens, then their scales"
+    KV_PLANES = "keys of all tokens in one head slot, values in another, in rows"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class LayerFormat:
         order: the backend's own order of tokens, if it has one.
         cache_dtype: format of the cache's elements, unless the spec's dtype tells it.
         unknown: why the order is not known, or None.
+        head_slots: why head slots of the backend are not read, if that is known.
 
     """
 
@@ -51,6 +53,7 @@ class LayerFormat:
     order: TokenOrder | None = None
     cache_dtype: str | None = None
     unknown: str | None = None
+    head_slots: str | None = None
 
 
 _PLAIN = frozenset({"NONE"})
@@ -66,6 +69,7 @@ _V1 = "vllm.v1.attention.backends."
 _MLA = _V1 + "mla."
 
 BACKENDS: Mapping[str, frozenset[str]] = {
+    _V1 + "b12x.B12xPagedAttentionBackend": _ROWS,
     _V1 + "cpu_attn.CPUAttentionBackend": _ROWS,
     _V1 + "flash_attn.FlashAttentionBackend": _ROWS,
     _V1 + "flash_attn_diffkv.FlashAttentionDiffKVBackend": _ROWS,
@@ -102,6 +106,24 @@ BACKENDS: Mapping[str, frozenset[str]] = {
 }
 """By the class of the backend, the kinds of cells (`attention.kind_of_cells`) that were
 seen written. Packed cells of a kind have one format, whatever the backend."""
+
+_KV_PLANES = frozenset({_V1 + "b12x.B12xPagedAttentionBackend"})
+"""Backends with two head slots, a plane of keys and one of values, that were seen
+writing a token's heads in a row into each."""
+
+_TILED_PLANES = "its planes hold tiles of tokens instead of rows"
+_NVFP4_SLOTS = "NVFP4 data and block scales share a slot, written by CUDA operators"
+
+_HEAD_SLOTS: Mapping[str, str] = {
+    _V1 + "flashinfer.FlashInferBackend": _NVFP4_SLOTS,
+    _V1 + "rocm_aiter_fa.AiterFlashAttentionBackend": _TILED_PLANES,
+    _V1 + "rocm_attn.RocmAttentionBackend": _TILED_PLANES,
+    "vllm.models.minimax_m3.amd.sparse_attention_msa."
+    "MiniMaxM3SparseAiterPABackend": _TILED_PLANES,
+    "vllm.models.minimax_m3.nvidia.sparse_attention_msa."
+    "MiniMaxM3SparseMSANvfp4Backend": _NVFP4_SLOTS,
+}
+"""By the class of the backend, why its head slots are not read."""
 
 _SUBCLASS_MAY_SET = {"get_builder_cls"}
 """A subclass that sets nothing else writes what its base writes: vLLM makes such for
@@ -147,16 +169,20 @@ def layer_format(
         return LayerFormat(unknown=f"{name!r} is no layer that names its backend")
     found = backend_class(layer.get_attn_backend())
     backend = f"{found.__module__}.{found.__qualname__}"
-    cells = BACKENDS.get(backend)
+    cells, slots = BACKENDS.get(backend), _HEAD_SLOTS.get(backend)
     if cells is None:
-        return LayerFormat(unknown=f"{backend} was not seen writing its cache")
+        reason = f"{backend} was not seen writing its cache"
+        return LayerFormat(backend, unknown=reason, head_slots=slots)
     order, unknown = None, indexer_problem(layer, cache)
+    if backend in _KV_PLANES:
+        order = TokenOrder.KV_PLANES
     if found.__name__ == "CPUAttentionBackend":
         order, unknown = cpu_order(vllm_config, layer, cache)
     asked = getattr(layer, "kv_cache_dtype", None)
     if asked is not None and asked not in _CACHE_DTYPES:
         unknown = f"cache dtype {asked!r} is not known"
-    return LayerFormat(backend, cells, order, cache_dtype_of(layer, asked), unknown)
+    cache_dtype = cache_dtype_of(layer, asked)
+    return LayerFormat(backend, cells, order, cache_dtype, unknown, slots)
 
 
 _CACHE_DTYPES = frozenset(

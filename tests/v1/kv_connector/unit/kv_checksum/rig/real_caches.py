@@ -45,6 +45,96 @@ MODELS = {
 }
 
 
+NUMBERS = (2, 5)
+"""Of the layers that stand without a model."""
+
+KDA = dict(head_dim=64, num_heads=4, short_conv_kernel_size=4, use_full_rank_gate=True)
+KDA_CONFIG = SimpleNamespace(
+    hidden_size=256,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    linear_attn_config=KDA,
+    # Bailing's names
+    head_dim=64,
+    num_attention_heads=4,
+    short_conv_kernel_size=4,
+    no_kda_lora=True,
+)
+"""What KDA layers read of a model's configuration."""
+
+
+def kda_layers(path):
+    """Return what builds KDA layers of a class."""
+
+    def build(config):
+        module, _, name = path.rpartition(".")
+        layer_class = getattr(import_module(module), name)
+        return torch.nn.ModuleList(
+            layer_class(KDA_CONFIG, config, prefix=f"model.layers.{n}.self_attn")
+            for n in NUMBERS
+        )
+
+    return build
+
+
+def bailing_kda_layers(config):
+    module = import_module("vllm.model_executor.models.bailing_moe_v3")
+    return torch.nn.ModuleList(
+        module.BailingMoeV3KimiDeltaAttention(
+            KDA_CONFIG,
+            prefix=f"model.layers.{n}.attention",
+            model_config=config.model_config,
+            cache_config=config.cache_config,
+        )
+        for n in NUMBERS
+    )
+
+
+def short_conv_layers(config):
+    module = import_module("vllm.model_executor.layers.mamba.short_conv")
+    sizes = SimpleNamespace(conv_L_cache=4, conv_bias=False)
+    return torch.nn.ModuleList(
+        module.ShortConv(
+            sizes,
+            dim=256,
+            layer_idx=n,
+            model_config=config.model_config,
+            cache_config=config.cache_config,
+            prefix=f"model.layers.{n}.conv",
+        )
+        for n in NUMBERS
+    )
+
+
+def linear_attention_layers(config):
+    module = import_module(
+        "vllm.model_executor.layers.mamba.linear.minimax_linear_attn"
+    )
+    sizes = SimpleNamespace(
+        hidden_size=256, num_attention_heads=8, head_dim=32, num_hidden_layers=8
+    )
+    return torch.nn.ModuleList(
+        module.MiniMaxText01LinearAttention(
+            sizes, config, prefix=f"model.layers.{n}.linear_attn"
+        )
+        for n in NUMBERS
+    )
+
+
+STATE_LAYERS = {
+    "kda": kda_layers(
+        "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn."
+        "KimiGatedDeltaNetAttention"
+    ),
+    "kda of Kimi K3": kda_layers("vllm.models.kimi_k3.nvidia.kda.KimiK3DeltaAttention"),
+    "kda of Bailing": bailing_kda_layers,
+    "short convolution": short_conv_layers,
+    "linear attention": linear_attention_layers,
+}
+"""vLLM's own layers without the rest of their models, which take more than a CPU; what
+they read of a model's configuration stands in for it."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def single_rank():
     patch = pytest.MonkeyPatch()
@@ -66,6 +156,10 @@ def gather_one_s_own(found, own, group):
 
 
 def vllm_config(family, **settings):
+    if family in STATE_LAYERS:
+        config = vllm_config("qwen3", **settings)
+        config.cache_config.mamba_block_size = 2048
+        return config
     module, architecture = MODELS[family]
     module = import_module(f"vllm.model_executor.models.{module}")
     # Known classes are inspected here instead of in a process of their own.
@@ -107,7 +201,8 @@ class Rank:
                 torch.device("meta" if load is None else "cpu"),
                 set_default_torch_dtype(config.model_config.dtype),
             ):
-                model = initialize_model(config)
+                build = STATE_LAYERS.get(family, initialize_model)
+                model = build(config)
             if load is not None:
                 load(model)
             current_platform.update_block_size_for_backend(config)

@@ -63,6 +63,17 @@ def gdn():
     )
 
 
+def kda():
+    heads, dim = 8, 3
+    return Family(
+        (heads * dim,) * 3,
+        heads,
+        (dim, dim),
+        lambda tp: CALC.kda_state_shape(tp, heads, dim, conv_kernel_size=4),
+        lambda tp: CALC.kda_state_splits(tp, heads, dim),
+    )
+
+
 FAMILIES = {
     "mamba1": Family(
         (16,),
@@ -74,6 +85,7 @@ FAMILIES = {
     "mamba2, 1 group": mamba2(1),
     "mamba2, 4 groups": mamba2(4),
     "gated delta net": gdn(),
+    "kda": kda(),
 }
 DRAFTING = {"mamba2, 1 group, 2 drafts": mamba2(1, drafts=2)}
 """Families whose conv states have room for drafted tokens; no campaign draws them."""

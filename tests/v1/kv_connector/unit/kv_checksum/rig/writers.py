@@ -12,7 +12,7 @@ hands over, the twin's stores, and not the operator itself.
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -78,12 +78,14 @@ class Writer:
         return "-".join([self.backend.rpartition(".")[2], self.cells, *more])
 
 
-def allocate(spec, num_blocks, layout):
+def allocate(spec, num_blocks, layout, kernel_block_size=None):
     """Return a new cache as vLLM views it, and its bytes ``(blocks, page bytes)``."""
     page = spec.page_size_bytes
     raw = torch.zeros(num_blocks * page, dtype=torch.int8)
     place = KVCacheTensor(raw.numel(), ["layer"], raw.numel(), page)
-    (cache,) = create_kv_cache_views(raw, spec, num_blocks, layout, place)
+    (cache,) = create_kv_cache_views(
+        raw, spec, num_blocks, layout, place, kernel_block_size
+    )
     return cache, raw.view(torch.uint8).view(num_blocks, page)
 
 
@@ -198,33 +200,38 @@ def attention(path, cells, seen="interpreter", head_size_v=None, **spec_changes)
     dims = dict(head_size_v=head_size_v or 32, **spec_changes)
 
     def write(cache, slots):
-        cls = loaded(path).get_impl_cls()
-        self = object.__new__(cls)
-        vars(self).update(attributes_of(cells))
-        if self._is_per_token_head_quant:
-            # vLLM sets all scales to 1 once, when the cache is new.
-            kept = cache.clone()
-            self._ensure_scale_caches(cache)
-            cache.copy_(kept)
-        name = "reshape_and_cache_flash"
-        with (
-            like_a_gpu(),
-            patch.object(torch.ops._C_cache_ops, name, twin, create=True),
-            patch.object(sys.modules[cls.__module__], name, twin, create=True),
-        ):
-            cls.do_kv_cache_update(
-                self,
-                layer(),
-                drawn(slots, HEADS, 32),
-                drawn(slots, HEADS, dims["head_size_v"]),
-                cache,
-                slots,
-            )
+        key = drawn(slots, HEADS, 32)
+        value = drawn(slots, HEADS, dims["head_size_v"])
+        write_attention(path, cells, cache, slots, key, value)
 
     spec = full(cells, **dims)
     if cells.endswith("PER_TOKEN_HEAD"):
         spec = loaded(path).customize_spec(spec)
     return Writer(path, cells, spec, write, seen)
+
+
+def write_attention(path, cells, cache, slots, key, value, **attributes):
+    """Write tokens through a backend's own `do_kv_cache_update`.
+
+    Args:
+        attributes: what differs from `attributes_of`.
+
+    """
+    cls = loaded(path).get_impl_cls()
+    self = object.__new__(cls)
+    vars(self).update(attributes_of(cells) | attributes)
+    if self._is_per_token_head_quant:
+        # vLLM sets all scales to 1 once, when the cache is new.
+        kept = cache.clone()
+        self._ensure_scale_caches(cache)
+        cache.copy_(kept)
+    name = "reshape_and_cache_flash"
+    with (
+        like_a_gpu(),
+        patch.object(torch.ops._C_cache_ops, name, twin, create=True),
+        patch.object(sys.modules[cls.__module__], name, twin, create=True),
+    ):
+        cls.do_kv_cache_update(self, layer(), key, value, cache, slots)
 
 
 def attributes_of(cells):
@@ -239,6 +246,7 @@ def attributes_of(cells):
         is_kvcache_nvfp4=False,
         kv_cache_dtype=cache_dtype,
         kv_sharing_target_layer_name=None,
+        kv_torch_dtype=torch.bfloat16 if cells == "NONE" else torch.float8_e4m3fn,
         num_kv_heads=HEADS,
         nvfp4_fa2=False,
         _is_per_token_head_quant=mode.is_per_token_head,
@@ -247,6 +255,15 @@ def attributes_of(cells):
         _set_kv_ptr_range=False,
         _v_scale_cache=None,
     )
+
+
+def planes(path, cells):
+    """Return a backend that keeps keys and values in two head slots."""
+    writer = attention(path, cells, "pinned")
+    spec = loaded(path).customize_spec(writer.spec)
+    assert spec.num_head_slots == 2
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    return replace(writer, spec=spec, layouts=layouts)
 
 
 def composite(path, cells):
@@ -503,6 +520,7 @@ COMPOSITES = (
     "triton_flash_attn.TritonFlashAttentionBackend",
     "triton_flashinfer.TritonFlashInferBackend",
 )
+B12X = V1 + "b12x.B12xPagedAttentionBackend"
 ROWS = ("NONE", "FP8_PER_TENSOR")
 
 WRITERS = [
@@ -514,6 +532,7 @@ WRITERS = [
     ),
     *(attention(V1 + path, cells, "pinned") for path in PINNED for cells in ROWS),
     attention(V1 + "flex_attention.FlexAttentionBackend", "NONE", "pinned"),
+    *(planes(B12X, cells) for cells in ROWS),
     *(composite(V1 + path, cells) for path in COMPOSITES for cells in ROWS),
     hpc(),
     hidden_states(),
