@@ -232,9 +232,11 @@ def _sum_rows(
     _, outer, inner, parts_of_unit, _, tokens, _ = shape
     per_state, states = state_ratio
     for row in range(rows.shape[1]):
-        # States stand for tokens from here on.
+        # States stand for tokens from here on. Positions are not negative.
         first_token = rows[1, row] * states // per_state
         valid = (rows[1, row] + rows[2, row]) * states // per_state - first_token
+        if valid <= 0:
+            continue
         block, unit = divmod(rows[0, row], outer * inner)
         begin = offset + block * strides[0]
         begin += (unit // inner) * strides[1] + (unit % inner) * strides[2]

@@ -134,6 +134,8 @@ def _layer_checksum_kernel(
         end = (first + valid) * STATES_PER_TOKEN // TOKENS_PER_STATE
         first = first * STATES_PER_TOKEN // TOKENS_PER_STATE
         valid = (end - first).to(tl.int32)
+        if valid <= 0:
+            return
     first += part * TOKENS
     valid -= part * TOKENS
     factor = tl.load(factors + layer * HEADS + first_head).to(tl.uint64, bitcast=True)
