@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Test what vLLM's layers tell of compressed caches, and what their fingerprints say."""
+"""Test what vLLM's layers tell of compressed caches, and what fingerprints say."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
-
 from vllm.utils import deep_gemm
 
 from .rig import caches as u

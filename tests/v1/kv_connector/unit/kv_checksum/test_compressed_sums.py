@@ -140,9 +140,7 @@ def test_a_group_of_several_ratios_adds_its_layers_up():
         for i, block in enumerate((3, 1)):
             wide = torch.zeros(head + 1, spec.num_states, 24, dtype=torch.uint8)
             wide[head] = cells[name][block, 0]
-            sums = plain_units(
-                wide.numpy(), spec.tokens_per_state, 1 + i, number
-            )
+            sums = plain_units(wide.numpy(), spec.tokens_per_state, 1 + i, number)
             for unit, value in enumerate(sums, 8 * i):
                 expected[unit] = (expected[unit] + value) % 2**64
     assert u.values_of(record) == expected

@@ -9,7 +9,6 @@ depends on once the state's last token counts, and none before.
 import functools
 
 import pytest
-import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 
@@ -46,9 +45,7 @@ def test_a_states_sum_is_of_the_bytes_that_its_writer_leaves(writer, layout):
 
 def test_every_compressed_layout_that_is_covered_has_a_writer():
     seen = {
-        (w.backend, w.cells)
-        for w in compressed.WRITERS
-        if w.spec.tokens_per_state != 1
+        (w.backend, w.cells) for w in compressed.WRITERS if w.spec.tokens_per_state != 1
     }
     listed = {
         (path, cells) for path, kinds in formats.COMPRESSED.items() for cells in kinds

@@ -97,9 +97,7 @@ class Sums:
         # Of whatever unit of the block.
         *values, whole = (u.values_of(record, req_id) for req_id in blocks)
         return {
-            at
-            for at, value in zip(self.changed, values, strict=True)
-            if value != whole
+            at for at, value in zip(self.changed, values, strict=True) if value != whole
         }
 
 

@@ -115,8 +115,9 @@ BACKENDS: Mapping[str, frozenset[str]] = {
     _MLA + "indexer.DeepseekV41IndexerBackend": frozenset({"INDEXER"}),
     _V4 + "compressor.CompressorBackend": _PLAIN,
     _V4 + "nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": frozenset({"FP8_DS_MLA"}),
-    _V41
-    + "nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": frozenset({"FP8_DS_MLA"}),
+    _V41 + "nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": frozenset(
+        {"FP8_DS_MLA"}
+    ),
     _V41 + "sparse_mla.DeepseekV4FlashMLABackend": frozenset({"FP8_DS_MLA"}),
     _V41 + "sparse_mla.FlashMLAMegaAttnBackend": frozenset(
         {"FP8_DS_MLA", "NVFP4_DS_MLA"}

@@ -68,9 +68,7 @@ def ring_slices(
     first = first_head + head_offset
     heads = range(first, first + spec.num_kv_heads)
     factors = slice_factors(layer_number(name), heads, cache.device)
-    view = LayerView(
-        name, blocks, width, blocks.shape[4], factors, key, unit_tokens=1
-    )
+    view = LayerView(name, blocks, width, blocks.shape[4], factors, key, unit_tokens=1)
     total_heads = spec.num_kv_heads * (shard.tp_size // key[0])
     row = blocks.shape[4] * width
     return LayerSlices(

@@ -104,7 +104,7 @@ def _block_rows(
     ends = lengths.cumsum()
     total = int(ends[-1])
     rows: np.ndarray = np.empty((3, total), np.int64)
-    blocks = np.concatenate(ids)
+    blocks: np.ndarray = np.concatenate(ids)
     if per_block > 1:
         blocks = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
     rows[0] = blocks
@@ -133,18 +133,19 @@ def _ring_rows(
 
     """
     assert group.ring is not None
-    ids = [list(of.groups[group.group_id][1])[-1:] for of in work.values()]
-    counted = [
-        group.ring.positions(of.num_tokens) if found else range(0)
-        for of, found in zip(work.values(), ids, strict=True)
-    ]
-    lengths = np.array([len(positions) for positions in counted])
+    slots = group.ring.slots
+    ids = [of.groups[group.group_id][1][-1:] for of in work.values()]
+    held = np.array([len(found) for found in ids])
+    first, lengths = group.ring.counted(
+        np.array([of.num_tokens for of in work.values()])
+    )
+    lengths *= held
     ends = lengths.cumsum()
-    begins = np.array([positions.start for positions in counted])
-    position = np.arange(int(ends[-1])) - np.repeat(ends - lengths - begins, lengths)
-    blocks = np.repeat([found[0] if found else 0 for found in ids], lengths)
+    position = np.arange(int(ends[-1])) - np.repeat(ends - lengths - first, lengths)
+    block = np.zeros_like(lengths)
+    block[held > 0] = np.concatenate([np.asarray(i, np.int64) for i in ids])
     rows: np.ndarray = np.ones((3, len(position)), np.int64)
-    rows[0] = blocks * group.ring.slots + position % group.ring.slots
+    rows[0] = np.repeat(block, lengths) * slots + position % slots
     rows[1] = position
     return rows, np.zeros_like(lengths), lengths
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
@@ -116,20 +117,28 @@ class Ring:
     slots: int
     group_tokens: int | None = None
 
-    def positions(self, num_tokens: int) -> range:
-        """Return the positions whose slots count after `num_tokens` tokens.
+    def counted(self, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions whose slots count after so many tokens.
 
         These are of the last token's group, but for the row that completes it: it is
         pooled from the step's input and never read again, so not every writer stores
         it. A consumer that computes the last token once more reads the others. Slots of
         earlier groups may be leftovers of another request if the tokens before them
         were found in the prefix cache. If groups are not known, every slot counts.
+
+        Args:
+            num_tokens: int64, per request.
+
+        Returns:
+            The first positions, and how many follow one another from there.
+
         """
         if self.group_tokens is None:
-            return range(max(0, num_tokens - self.slots), num_tokens)
+            first = np.maximum(num_tokens - self.slots, 0)
+            return first, num_tokens - first
         size = self.group_tokens
-        first = max(0, num_tokens - 1) // size * size
-        return range(first, min(num_tokens, first + size - 1))
+        first = np.maximum(num_tokens - 1, 0) // size * size
+        return first, np.minimum(num_tokens - first, size - 1)
 
 
 @dataclass

@@ -291,7 +291,9 @@ def window(module, content, path="nvidia.flashmla.DeepseekSparseSWAFlashMLABacke
             drawn(slots, 512), rows, slots, block_size=rows.shape[1], **more
         )
 
-    return Writer(module + path, "FP8_DS_MLA", spec, write, "pinned", extra=f"{content}")
+    return Writer(
+        module + path, "FP8_DS_MLA", spec, write, "pinned", extra=f"{content}"
+    )
 
 
 # ---- DeepSeek-V4.1
