@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm.distributed.kv_transfer.kv_checksum.fault_drill import connector
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.utils import deep_gemm
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from .rig import caches as u
 from .rig import compressed
@@ -57,3 +59,16 @@ def test_every_rank_holds_a_summary_whole():
     config = SimpleNamespace(sparse_config={"sparse_indexer_num_k_heads": 2})
     with pytest.raises(ValueError, match="exactly one KV head"):
         step5.get_step5_sparse_config(config)
+
+
+def test_the_fault_drill_leaves_out_what_keeps_no_row_per_token():
+    """It would damage what does not count, and call it a miss."""
+    left_out = [w.spec for w in compressed.WRITERS if w.spec.tokens_per_state != 1]
+    left_out += [w.spec for w in compressed.RINGS.values()]
+    assert all(map(connector._compresses, left_out))
+    kept = [
+        u.full_spec(),
+        u.INDEXER,
+        MambaSpec(16, shapes=((4,),), dtypes=(torch.half,)),
+    ]
+    assert not any(map(connector._compresses, kept))
