@@ -25,6 +25,14 @@ from .test_writers import needs_triton
 
 BLOCK, NAME = 2, u.names(3)[0]
 
+ROWS = {
+    "deepseek_v41": (2, 8, 4096),
+    "glm5next": (4, 8, 256),
+    "qwen4_exp": (4, 8, 280),
+    "step5": (8, 11, 1024),
+}
+"""Tokens that are compressed together, slots, and bytes of a row, by model."""
+
 
 def layer_of(writer):
     """Return a layer as vLLM's: of its class only what the feature asks it."""
@@ -45,7 +53,7 @@ class Filled:
     """A ring that vLLM's writer filled with `num_tokens` tokens, by chunks."""
 
     def __init__(self, model, num_tokens, chunk):
-        self.writer = writer = compressed.RINGS[model]
+        self.model, self.writer = model, (writer := compressed.RINGS[model])
         self.num_tokens = num_tokens
         self.cache, self.raw = allocate(writer.spec, 4, KVCacheLayout.BLHNC)
         for first in range(0, num_tokens, chunk):
@@ -53,9 +61,10 @@ class Filled:
             writer.write(self.cache, BLOCK, positions)
 
     def rows(self):
-        """Return per position the bytes that the token leaves in the block."""
+        """Return per last position the bytes that the token leaves in the block."""
         kept, found = self.raw.clone(), {}
-        for position in range(self.num_tokens):
+        slots = ROWS[self.model][1]
+        for position in range(max(0, self.num_tokens - slots), self.num_tokens):
             results = []
             for before in (0, 255):
                 self.raw.fill_(before)
@@ -85,9 +94,8 @@ class Filled:
             self.raw[BLOCK, row] ^= 0x11
             after = self.next_steps()
             self.raw[BLOCK, row] = kept
-            # Of positions of one slot, it holds the last.
             if any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
-                found[row[0].item()] = row
+                found[position] = row
         return found
 
     def worker(self, **kwargs):
@@ -133,14 +141,6 @@ def plain_sum(filled, group, slots, row):
             cell = block[head, at : at + row][None]
             total += reference.slice_sum(cell, 3, head, position, n)
     return total % 2**64
-
-
-ROWS = {
-    "deepseek_v41": (2, 8, 4096),
-    "glm5next": (4, 8, 256),
-    "qwen4_exp": (4, 8, 280),
-    "step5": (8, 11, 1024),
-}
 
 
 @needs_triton
