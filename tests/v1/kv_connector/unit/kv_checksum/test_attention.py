@@ -116,9 +116,12 @@ def test_indexers_in_another_order_are_known_by_their_layer(
         kv_cache=torch.empty(bound),
         get_attn_backend=lambda: DeepseekV32IndexerBackend,
     )
-    found = formats.layer_format(None, "indexer", layer, torch.empty(8, 1, 16, 132))
-    assert (reason is None) == (found.unknown is None)
-    assert reason is None or reason in found.unknown
+    name, cache = "model.layers.0.k", torch.zeros(8, 1, 16, 132, dtype=torch.uint8)
+    found = formats.layer_format(None, name, layer, cache)
+    cfg = u.config(8, ([name], u.INDEXER))
+    w = u.worker(cfg, {name: cache}, formats={name: found})
+    assert (reason is None) == (w.skipped == {})
+    assert reason is None or reason in w.skipped[0]
 
 
 # ---- MiniMax-M3: attention KV and an index key per token, in one module

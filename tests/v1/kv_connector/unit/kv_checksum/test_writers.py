@@ -68,10 +68,11 @@ class Sums:
         writer: what fills the blocks.
         layout: the memory layout of the cache.
         step: every which byte is changed.
+        bound: returns the view of a cache that the layer is bound to.
 
     """
 
-    def __init__(self, writer, layout, step=1):
+    def __init__(self, writer, layout, step=1, bound=None):
         page = writer.spec.page_size_bytes
         self.changed = range(0, page, step)
         number = len(self.changed)
@@ -81,7 +82,10 @@ class Sums:
         ).to(torch.uint8)
         raw[torch.arange(number), torch.tensor(self.changed)] ^= 1
         self.name = u.names(0)[0]
-        layer = formats.layer_format(None, self.name, layer_of(writer), cache)
+        layer = layer_of(writer)
+        if bound is not None:
+            layer.kv_cache = bound(cache)
+        layer = formats.layer_format(None, self.name, layer, cache)
         cfg = u.config(number + 1, ([self.name], writer.spec))
         self.worker = u.worker(cfg, {self.name: cache}, formats={self.name: layer})
         assert self.worker.skipped == {}

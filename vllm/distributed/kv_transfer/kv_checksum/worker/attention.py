@@ -84,6 +84,7 @@ _V41_LATENTS = {"fp8_ds_mla": 528, "nvfp4_ds_mla": 288}
 """Bytes of DeepSeek-V4.1's latents: values, and right behind them their scales."""
 
 _DS_MLA = frozenset(_V41_LATENTS)
+_SEGMENTED = (TokenOrder.INDEXER, TokenOrder.V4_LATENTS)
 _BY_SPEC = LayerFormat()
 
 
@@ -117,7 +118,7 @@ def attention_slices(
         first_head + head_offset, first_head + head_offset + spec.num_kv_heads
     )
     factors = slice_factors(layer_number(name), heads, cache.device)
-    width, pieces, parts = _parts(spec, cache, num_blocks, order)
+    width, pieces, parts = _parts(spec, cache, num_blocks, order, layer.page_states)
     _check_shape(spec, cache, num_blocks)
     views = [
         LayerView(
@@ -182,11 +183,23 @@ def token_order(spec: AttentionSpec, layer: LayerFormat) -> TokenOrder:
             f"head, {cells}, in a format that is not known",
             Skipped.PACKED_CELLS,
         )
+    if layer.page_states is not None and order in _SEGMENTED:
+        _check_pages(spec, layer.page_states)
     if layer.order is None:
         return order
     if order is not TokenOrder.ROWS or spec.state_content_bytes is not None:
         raise SkipGroup(f"{layer.backend} with packed cells", Skipped.BACKEND)
     return layer.order
+
+
+def _check_pages(spec: AttentionSpec, page_states: int) -> None:
+    """Raise `SkipGroup` unless kernel blocks fill a block, in which segments lie."""
+    # vLLM splits packed blocks of compressed caches alone.
+    if spec.tokens_per_state == 1 or spec.num_states % page_states:
+        raise SkipGroup(
+            f"kernel blocks of {page_states} are not those of the cache",
+            Skipped.BACKEND,
+        )
 
 
 def _check_seen(spec: AttentionSpec, layer: LayerFormat, cells: str) -> None:
@@ -274,9 +287,20 @@ _Parts = list[tuple[torch.Tensor, int]]
 
 
 def _parts(
-    spec: AttentionSpec, cache: torch.Tensor, num_blocks: int, order: TokenOrder
+    spec: AttentionSpec,
+    cache: torch.Tensor,
+    num_blocks: int,
+    order: TokenOrder,
+    page_states: int | None,
 ) -> tuple[int, int, _Parts]:
     """Return the bytes of a piece, the pieces of a token, and the views of them.
+
+    Args:
+        spec: the layer's own KV cache spec.
+        cache: the layer's ``[B, H, N, C]`` cache.
+        num_blocks: blocks in the cache.
+        order: the order in which a block holds its tokens' bytes.
+        page_states: see `LayerFormat`.
 
     Raises:
         SkipGroup: the cache is not laid out as the order needs it.
@@ -286,9 +310,9 @@ def _parts(
     if order is TokenOrder.INDEXER:
         fp4 = spec.head_size == sum(_FP4_INDEXER_SEGMENTS)
         sizes = _FP4_INDEXER_SEGMENTS if fp4 else _INDEXER_SEGMENTS
-        return _segments(cache, ratio, sizes)
+        return _segments(cache, ratio, sizes, page_states)
     if order is TokenOrder.V4_LATENTS:
-        return _segments(cache, ratio, _V4_SEGMENTS)
+        return _segments(cache, ratio, _V4_SEGMENTS, page_states)
     token_bytes = cache.shape[-1] * cache.element_size()
     width = piece_width(token_bytes)
     blocks = integer_view(cache, num_blocks, width)
@@ -378,7 +402,7 @@ def _cpu_tiles(cache: torch.Tensor, ratio: int, width: int) -> _Parts:
 
 
 def _segments(
-    cache: torch.Tensor, ratio: int, sizes: Sequence[int]
+    cache: torch.Tensor, ratio: int, sizes: Sequence[int], page_tokens: int | None
 ) -> tuple[int, int, _Parts]:
     """View blocks that hold a segment of every token, then the next of every token.
 
@@ -386,6 +410,8 @@ def _segments(
         cache: the layer's ``[B, H, N, C]`` cache.
         ratio: kernel blocks per block.
         sizes: bytes of a token's segments, in order.
+        page_tokens: tokens of a part of the block that is laid out so, one part
+            behind the other; None for the whole.
 
     Raises:
         SkipGroup: another format, or blocks that are not dense.
@@ -399,14 +425,20 @@ def _segments(
     if tokens > 1 and token != cell:
         raise SkipGroup("a token's bytes lie apart in blocks that are not dense")
     width = min(piece_width(part) for part in sizes)
+    page, number = block, ratio
+    if page_tokens is not None:
+        if ratio != 1:
+            raise SkipGroup("kernel blocks are split once more")
+        page, number = page_tokens * cell, tokens // page_tokens
+        tokens = page_tokens
     parts, before = [], 0
     for part in sizes:
         read = read_as(
             cache,
             width,
             before * tokens,
-            (total // ratio, ratio, 1, tokens, part // width),
-            (block * ratio, block, block, part, width),
+            (total // ratio, number, 1, tokens, part // width),
+            (block * ratio, page, page, part, width),
         )
         parts.append((read, before // width))
         before += part

@@ -50,6 +50,8 @@ class LayerFormat:
             not tell it.
         ring_group: tokens that are compressed together, of a layer of rings (`RINGS`).
         ring_row: bytes of a token in a ring, unless the spec's shape tells them.
+        page_states: states of a kernel block, where vLLM shows the cache by whole
+            blocks and the layer by kernel blocks. None if they are the same.
 
     """
 
@@ -63,6 +65,7 @@ class LayerFormat:
     shards: int | None = None
     ring_group: int | None = None
     ring_row: int | None = None
+    page_states: int | None = None
 
 
 _PLAIN = frozenset({"NONE"})
@@ -225,7 +228,7 @@ def layer_format(
     if backend not in {*BACKENDS, *COMPRESSED, *RINGS}:
         return LayerFormat(unknown=f"{backend} was not seen writing its cache")
     kind, ring = _KINDS.get(backend), RINGS.get(backend)
-    order, unknown = None, indexer_problem(layer, cache, kind)
+    order, unknown = None, indexer_problem(layer, kind)
     if found.__name__ == "CPUAttentionBackend":
         order, unknown = cpu_order(vllm_config, layer, cache)
     asked = getattr(layer, "kv_cache_dtype", None)
@@ -242,7 +245,22 @@ def layer_format(
         1 if ring is not None or backend == _SUMMARIES else None,
         None if ring is None else _ring_group(layer, ring),
         None if ring is None else ring.row,
+        _page_states(layer, cache),
     )
+
+
+def _page_states(layer: AttentionLayerBase, cache: torch.Tensor) -> int | None:
+    """Return the states of a kernel block if the cache is shown by larger blocks.
+
+    Caches of packed layouts are; their layers are bound to views by kernel blocks, in
+    which writers count.
+    """
+    bound = getattr(layer, "kv_cache", None)
+    if not isinstance(bound, torch.Tensor) or bound.dim() != 3:
+        return None
+    if bound.shape[1] == cache.shape[2]:
+        return None
+    return int(bound.shape[1])
 
 
 def _ring_group(layer: AttentionLayerBase, ring: RingFormat) -> int | None:
@@ -349,9 +367,7 @@ def cpu_order(
 # ---- sparse indexers
 
 
-def indexer_problem(
-    layer: AttentionLayerBase, cache: torch.Tensor, kind: str | None = None
-) -> str | None:
+def indexer_problem(layer: AttentionLayerBase, kind: str | None = None) -> str | None:
     """Return why a sparse indexer's blocks are not values, then scales, or None.
 
     None stands for blocks that are, and for layers that are no sparse indexer.
@@ -362,8 +378,4 @@ def indexer_problem(
     # ROCm's writers shuffle the values also where the layer does not say so.
     if shuffled or current_platform.is_rocm():
         return "a sparse indexer whose values are shuffled"
-    # The order holds per kernel block; packed layouts show whole blocks here.
-    bound = layer.kv_cache
-    if bound.dim() == 3 and bound.shape[1] != cache.shape[2]:
-        return "a sparse indexer whose kernel blocks are not those of the cache"
     return None
