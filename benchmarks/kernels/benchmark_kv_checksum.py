@@ -28,16 +28,25 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView  # n
 
 @dataclass
 class Shape:
-    """One layer's block: heads, tokens, 8-byte pieces per token and head."""
+    """One layer's block: heads, states, 8-byte pieces per state and head.
+
+    A state is a token's, or that of several tokens. Rings have one unit per slot.
+    """
 
     name: str
     heads: int
-    tokens: int
+    states: int
     pieces: int
+    tokens_per_state: int = 1
+    unit_tokens: int | None = None
 
     @property
     def block_bytes(self) -> int:
-        return 8 * self.heads * self.tokens * self.pieces
+        return 8 * self.heads * self.states * self.pieces
+
+    @property
+    def block_tokens(self) -> int:
+        return self.states * self.tokens_per_state
 
 
 SHAPES = [
@@ -45,6 +54,10 @@ SHAPES = [
     Shape("GQA, TP 8: 1 head of 128, bf16, 16 tokens", 1, 16, 64),
     Shape("MLA: 576, bf16, 64 tokens", 1, 64, 144),
     Shape("Mamba-2: 128 state rows of 64 x 128, fp32", 128, 1, 4096),
+    Shape("DeepSeek-V4: 64 latents of 584 bytes, of 4 tokens each", 1, 64, 73, 4),
+    Shape("DeepSeek-V4: 2 latents of 584 bytes, of 128 tokens each", 1, 2, 73, 128),
+    Shape("DeepSeek-V4.1: 64 latents of 528 bytes, of 2 tokens each", 1, 64, 66, 2),
+    Shape("DeepSeek-V4.1: a ring of 8 slots of 4096 bytes", 1, 8, 512, 1, 1),
 ]
 
 SIZES = [2**20, 2**24, 2**26, 2**28, 2**30]
@@ -53,11 +66,20 @@ SIZES = [2**20, 2**24, 2**26, 2**28, 2**30]
 
 def layer_of(shape: Shape, num_blocks: int, device: str) -> LayerView:
     """Return a layer of random KV. Factors are odd; their values do not matter here."""
-    dims = (num_blocks, 1, shape.heads, shape.tokens, shape.pieces)
+    dims = (num_blocks, 1, shape.heads, shape.states, shape.pieces)
     blocks = torch.randint(-(2**62), 2**62, dims, device=device)
     factors = 2 * torch.arange(shape.heads, device=device) + 1
     factors *= -7046029254386353131  # the golden factor, as int64
-    return LayerView("", blocks, 8, shape.pieces, factors, (1, 0))
+    return LayerView(
+        "",
+        blocks,
+        8,
+        shape.pieces,
+        factors,
+        (1, 0),
+        tokens_per_state=shape.tokens_per_state,
+        unit_tokens=shape.unit_tokens,
+    )
 
 
 def seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
@@ -116,7 +138,7 @@ def measure(
     # A row is a unit, and a block's units are read one after the other.
     per_block = layer.units_per_block
     units = (ids[:, None] * per_block + torch.arange(per_block)).flatten()
-    size_of_unit = shape.tokens // per_block
+    size_of_unit = shape.block_tokens // per_block
     first = torch.arange(len(units)) * size_of_unit
     valid = torch.full((len(units),), size_of_unit)
     rows = torch.stack([units, first, valid]).to(device)

@@ -41,6 +41,9 @@ UNIT_TOKENS = 16
 STATE_BLOCK_SIZE = 1
 """A block that holds a state (Mamba) counts as the request's first token alone."""
 
+_RING_SPEC = "CircularBufferSpec"
+"""By name, because vLLM 0.32.0 has no such class."""
+
 ReplicaKey = tuple[int, int]
 """(number of TP ranks that hold the same heads, which of them this one is)."""
 
@@ -59,6 +62,8 @@ class Skipped(str, Enum):
     """A token's bytes are packed in a format that is not known."""
     HOST_RESIDENT = "host_resident"
     STATES_AND_TOKENS = "states_and_tokens"
+    RINGS = "rings"
+    """Layers of one group keep rings that differ."""
     STATE_SPLIT = "state_split"
     REPLICAS = "replicas"
     """It is not known how many ranks hold the same heads."""
@@ -86,6 +91,11 @@ def slice_factor(layer: int, head: int) -> int:
 def unit_size(block_size: int) -> int:
     """Return the tokens of a unit: the part of a block that has a sum of its own."""
     return block_size if block_size % UNIT_TOKENS else UNIT_TOKENS
+
+
+def is_ring_spec(spec: object) -> bool:
+    """Tell whether blocks of this spec hold rings: a request's last tokens."""
+    return type(spec).__name__ == _RING_SPEC
 
 
 def checksum_terms(pieces: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -116,9 +116,12 @@ def test_indexers_in_another_order_are_known_by_their_layer(
         kv_cache=torch.empty(bound),
         get_attn_backend=lambda: DeepseekV32IndexerBackend,
     )
-    found = formats.layer_format(None, "indexer", layer, torch.empty(8, 1, 16, 132))
-    assert (reason is None) == (found.unknown is None)
-    assert reason is None or reason in found.unknown
+    name, cache = "model.layers.0.k", torch.zeros(8, 1, 16, 132, dtype=torch.uint8)
+    found = formats.layer_format(None, name, layer, cache)
+    cfg = u.config(8, ([name], u.INDEXER))
+    w = u.worker(cfg, {name: cache}, formats={name: found})
+    assert (reason is None) == (w.skipped == {})
+    assert reason is None or reason in w.skipped[0]
 
 
 # ---- MiniMax-M3: attention KV and an index key per token, in one module
@@ -258,12 +261,12 @@ def test_scales_of_whole_tensors_are_said_to_be_outside(log):
 
 def test_startup_says_what_is_covered_and_what_is_not(log, caplog):
     caplog.set_level(logging.INFO, worker.logger.name)
-    ring = u.full_spec(tokens_per_state=4)
     caches = {n: u.random_cache(8, u.full_spec()) for n in u.names(0, 1, 2)}
-    cfg = u.config(8, (u.names(0, 1), u.full_spec()), (u.names(2), ring))
-    u.worker(cfg, caches, tp_rank=0, tp_size=1)
+    cfg = u.config(8, (u.names(0, 1), u.full_spec()), (u.names(2), u.full_spec()))
+    unseen = {u.names(2)[0]: formats.LayerFormat("Backend", frozenset())}
+    u.worker(cfg, caches, tp_rank=0, tp_size=1, formats=unseen)
     (covered,) = [x for x in log if "KV checksums cover" in x]
     assert covered.startswith("INFO") and "0 (FullAttentionSpec, 2 layers)" in covered
     (missing,) = [x for x in log if "KV checksums do not cover" in x]
     assert missing.startswith("WARNING")
-    assert "group 1 (FullAttentionSpec, 1 layers): compressed: 4 tokens" in missing
+    assert "group 1 (FullAttentionSpec, 1 layers): backend: Backend was" in missing

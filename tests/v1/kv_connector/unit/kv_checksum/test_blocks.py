@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     Units,
     blocks_given_up,
+    holds_states,
     loaded_blocks,
     sent_blocks,
+    tier_blocks,
     units_of_group,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
@@ -252,14 +254,24 @@ def test_groups_of_different_block_sizes_start_at_their_own_positions():
     assert list(nixl) == [[5, 6], [8]]
 
 
-def test_rings_are_chosen_but_no_worker_sums_them():
-    ring = CircularBufferSpec(block_size=16, **CELL)
-    cfg = config_of(u.full_spec(), ring)
-    caches = {u.names(i)[0]: u.random_cache(100, u.full_spec()) for i in range(2)}
-    w = u.worker(cfg, caches)
-    found = sent_blocks(cfg, ([1, 2], [9]), 20)
-    record = u.send_record(w, found.blocks)
-    assert set(record.checksums["r"]) == {0} and set(record.skipped_groups) == {1}
+def test_a_ring_is_one_block_whatever_was_found_locally():
+    ring = CircularBufferSpec(block_size=8, **CELL)
+    specs, rows = (u.full_spec(), ring), ([1, 2, 3, 4], [9])
+    cfg = config_of(*specs)
+    sent = sent_blocks(cfg, rows, 60)
+    assert u.groups_of(sent.blocks) == {0: (0, [1, 2, 3, 4]), 1: (0, [9])}
+    found, nixl = loaded(specs, rows, {1, 2}, 60)
+    assert u.groups_of(found.blocks) == {0: (2, [3, 4]), 1: (0, [9])}
+    assert list(nixl) == [[3, 4], [9]]
+    assert units_of_group(cfg, 1) == Units(8, 1) and holds_states(cfg, 1)
+
+
+def test_rings_stay_out_of_what_tiers_load():
+    """No tier keeps them, and no block hash names them."""
+    cfg = config_of(u.full_spec(), CircularBufferSpec(block_size=8, **CELL))
+    blocks = KVCacheBlocks(([KVCacheBlock(1)], [KVCacheBlock(2)]))
+    found = tier_blocks(cfg, blocks, 0, 16, False)
+    assert set(found.blocks.groups) == {0} and found.left_out == {1}
 
 
 @settings(max_examples=500, deadline=None)

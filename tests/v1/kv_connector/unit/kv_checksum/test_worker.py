@@ -306,16 +306,29 @@ def skip_cases():
     cache = u.random_cache(8, spec)
     single = u.random_cache(8, one_head)
     latent = u.random_cache(8, MLAAttentionSpec(**mla))
+    unseen = LayerFormat("Backend", frozenset({"NONE"}))
+    ring = CircularBufferSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16
+    )
     return {
         "Mamba": (mamba_spec(), {name: cache}, {}),
-        "compressed": (u.full_spec(tokens_per_state=4), {name: cache}, {}),
+        "compressed": (
+            u.full_spec(tokens_per_state=4),
+            {name: cache[:, :, :4]},
+            dict(formats={name: unseen}),
+        ),
+        "states that do not divide a block": (
+            u.full_spec(tokens_per_state=3),
+            {name: cache[:, :, :5]},
+            {},
+        ),
         "one compressed layer of a uniform group": (
             UniformTypeKVCacheSpecs(
                 block_size=16,
                 kv_cache_specs={name: spec, other: u.full_spec(tokens_per_state=4)},
             ),
-            {name: cache, other: cache.clone()},
-            {},
+            {name: cache, other: cache[:, :, :4].clone()},
+            dict(formats={other: unseen}),
         ),
         "too many heads": (many, {name: many_heads}, {}),
         "too many heads of all ranks": (
@@ -381,11 +394,35 @@ def skip_cases():
             {name: torch.zeros(8, 2, 16, 72, dtype=torch.uint8)},
             dict(formats={name: LayerFormat(order=TokenOrder.CPU_VECTORS)}),
         ),
-        "circular": (
-            CircularBufferSpec(
-                block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16
-            ),
+        "ring of a backend that was not seen": (
+            ring,
             {name: cache},
+            dict(formats={name: unseen}),
+        ),
+        "ring of packed rows": (
+            replace(ring, dtype=torch.uint8, head_size=16),
+            {name: cache.view(torch.uint8)},
+            {},
+        ),
+        "ring of kernel blocks": (ring, {name: u.random_cache(16, spec)}, {}),
+        "ring of other slots": (replace(ring, block_size=8), {name: cache}, {}),
+        "ring of rows that do not fill a page": (
+            ring,
+            {name: cache},
+            dict(formats={name: LayerFormat(ring_row=48)}),
+        ),
+        "rings that differ": (
+            UniformTypeKVCacheSpecs(
+                block_size=16, kv_cache_specs={name: ring, other: ring}
+            ),
+            {name: cache, other: cache.clone()},
+            dict(formats={name: LayerFormat(ring_group=2)}),
+        ),
+        "rings and tokens": (
+            UniformTypeKVCacheSpecs(
+                block_size=16, kv_cache_specs={name: ring, other: spec}
+            ),
+            {name: cache, other: cache.clone()},
             {},
         ),
         "indexer": (
@@ -419,6 +456,11 @@ def skip_cases():
 
 SKIPPED_AS = {
     "compressed": Skipped.COMPRESSED,
+    "states that do not divide a block": Skipped.COMPRESSED,
+    "ring of a backend that was not seen": Skipped.BACKEND,
+    "ring of packed rows": Skipped.PACKED_CELLS,
+    "rings that differ": Skipped.RINGS,
+    "rings and tokens": Skipped.STATES_AND_TOKENS,
     "one compressed layer of a uniform group": Skipped.COMPRESSED,
     "too many heads": Skipped.TOO_MANY_HEADS,
     "too many heads of all ranks": Skipped.TOO_MANY_HEADS,
@@ -432,7 +474,6 @@ SKIPPED_AS = {
     "tiles cut by kernel blocks": Skipped.BACKEND,
     "tiles that do not fill a block": Skipped.BACKEND,
     "packed cells in an order of their own": Skipped.BACKEND,
-    "circular": Skipped.SPEC_CLASS,
     "replication unknown": Skipped.REPLICAS,
     "two modules": Skipped.LAYER_NAMES,
     "no number": Skipped.LAYER_NAMES,

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 
 from .rig import caches as u
+from .rig import compressed
 from .rig.writers import MLA, WRITERS, allocate
 
 needs_triton = pytest.mark.skipif(
@@ -61,19 +62,31 @@ def layer_of(writer):
 
 
 class Sums:
-    """A worker's sums of one block, each with one byte of it changed."""
+    """A worker's sums of one block, each with one byte of it changed.
 
-    def __init__(self, writer, layout):
+    Args:
+        writer: what fills the blocks.
+        layout: the memory layout of the cache.
+        step: every which byte is changed.
+        bound: returns the view of a cache that the layer is bound to.
+
+    """
+
+    def __init__(self, writer, layout, step=1, bound=None):
         page = writer.spec.page_size_bytes
-        cache, raw = allocate(writer.spec, page + 1, layout)
+        self.changed = range(0, page, step)
+        number = len(self.changed)
+        cache, raw = allocate(writer.spec, number + 1, layout)
         raw[:] = torch.randint(
             0, 256, (page,), generator=torch.Generator().manual_seed(0)
         ).to(torch.uint8)
-        at = torch.arange(page)
-        raw[at, at] ^= 1
-        self.page, self.name = page, u.names(0)[0]
-        layer = formats.layer_format(None, self.name, layer_of(writer), cache)
-        cfg = u.config(page + 1, ([self.name], writer.spec))
+        raw[torch.arange(number), torch.tensor(self.changed)] ^= 1
+        self.name = u.names(0)[0]
+        layer = layer_of(writer)
+        if bound is not None:
+            layer.kv_cache = bound(cache)
+        layer = formats.layer_format(None, self.name, layer, cache)
+        cfg = u.config(number + 1, ([self.name], writer.spec))
         self.worker = u.worker(cfg, {self.name: cache}, formats={self.name: layer})
         assert self.worker.skipped == {}
 
@@ -81,13 +94,15 @@ class Sums:
         """Return offsets of the bytes that the sum of so many tokens depends on."""
         blocks = {
             str(i): KVChecksumBlocks(num_tokens, {0: (0, [i])})
-            for i in range(self.page + 1)
+            for i in range(len(self.changed) + 1)
         }
         self.worker.bind(KVChecksumScheduled(reqs_to_send=blocks))
         (record,) = self.worker.post_forward(None, set(), set()).finalize()
         # Of whatever unit of the block.
-        values = [u.values_of(record, req_id) for req_id in blocks]
-        return {at for at in range(self.page) if values[at] != values[self.page]}
+        *values, whole = (u.values_of(record, req_id) for req_id in blocks)
+        return {
+            at for at, value in zip(self.changed, values, strict=True) if value != whole
+        }
 
 
 CASES = [
@@ -123,7 +138,8 @@ def listed():
 
 
 def test_every_layout_that_is_covered_has_a_writer():
-    seen = {(writer.backend, writer.cells) for writer in WRITERS}
+    beside = [w for w in compressed.WRITERS if w.spec.tokens_per_state == 1]
+    seen = {(writer.backend, writer.cells) for writer in [*WRITERS, *beside]}
     inherit = {
         (path, cells)
         for path, cells in listed() - seen

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import pybase64 as base64
 import torch
 
+from vllm.distributed.kv_transfer.kv_checksum.checksum import is_ring_spec
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
     KINDS,
     PAYLOAD_KINDS,
@@ -69,6 +70,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, iter_layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -372,6 +374,14 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
         formats = layer_formats(self._vllm_config, kv_caches)
         num_blocks = self._kv_cache_config.num_blocks
         for group_id in self._kv_cache_config.transfer_group_ids:
+            group = self._kv_cache_config.kv_cache_groups[group_id]
+            if any(map(_compresses, iter_layer_specs(group.kv_cache_spec))):
+                logger.warning(
+                    "%s cannot damage KV cache group %d: it keeps no row per token",
+                    _SAYS,
+                    group_id,
+                )
+                continue
             # A cache that several layers share is listed once.
             layers = {
                 kv_caches[name].data_ptr(): LayerCache(
@@ -380,7 +390,7 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
                     formats[name].order is TokenOrder.CPU_VECTORS,
                     formats[name].order is TokenOrder.CPU_TILES,
                 )
-                for name in self._kv_cache_config.kv_cache_groups[group_id].layer_names
+                for name in group.layer_names
                 if name in kv_caches
             }
             self._layers[group_id] = list(layers.values())
@@ -468,3 +478,9 @@ class KVChecksumFaultDrill(KVConnectorBase_V1, SupportsHMA):
             return payload
         logger.warning("%s: %s of %s", _SAYS, fault.kind, req_id)
         return damaged
+
+
+def _compresses(spec: KVCacheSpec) -> bool:
+    """Tell whether a layer keeps states of several tokens, or a ring."""
+    compressed = isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1
+    return compressed or is_ring_spec(spec)

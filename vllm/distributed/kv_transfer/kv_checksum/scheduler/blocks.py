@@ -13,6 +13,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     STATE_BLOCK_SIZE,
     KVChecksumBlocks,
+    is_ring_spec,
     unit_size,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
@@ -66,7 +67,7 @@ def sent_blocks(
     found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
     for group_id in kv_cache_config.transfer_group_ids:
         spec, row = group_spec(kv_cache_config, group_id), rows[group_id]
-        if isinstance(spec, MambaSpec):
+        if _is_state(spec):
             states = [block for block in row if block != _NULL_BLOCK]
             _add_state(found, group_id, spec, states)
             continue
@@ -102,7 +103,7 @@ def loaded_blocks(
     found = TransferredBlocks(KVChecksumBlocks(num_tokens, {}))
     for group_id in kv_cache_config.transfer_group_ids:
         spec, row = group_spec(kv_cache_config, group_id), blocks.blocks[group_id]
-        if isinstance(spec, MambaSpec):
+        if _is_state(spec):
             _add_state(found, group_id, spec, _unhashed_ids(row))
             continue
         row = row[: -(-num_tokens // spec.block_size)]
@@ -145,7 +146,7 @@ def tier_blocks(
         spec, row = group_spec(kv_cache_config, group_id), blocks.blocks[group_id]
         row = row[: -(-num_tokens // spec.block_size)]
         start: int | None
-        if isinstance(spec, MambaSpec):
+        if _is_state(spec):
             start = None
         elif is_sync:
             start = _first_not_null(row, first_token // spec.block_size)
@@ -203,17 +204,20 @@ def _window_blocks(spec: KVCacheSpec, number: int) -> int:
 
 
 def _add_state(
-    found: TransferredBlocks, group_id: int, spec: MambaSpec, ids: list[int]
+    found: TransferredBlocks, group_id: int, spec: KVCacheSpec, ids: list[int]
 ) -> None:
-    """Add the running-state block of a state group, at position 0.
+    """Add the running-state block of a state group, or its ring, at position 0.
 
     Connectors transfer it even after a local prefix hit. Where states of earlier
     positions were kept, they come before it; behind it are up to
     `num_speculative_blocks` blocks for speculative tokens. NIXL transfers the blocks
     that `clip_ssm_state_blocks` leaves; Mooncake pairs the two sides' blocks from the
-    end, those for speculative tokens included, so the running states meet.
+    end, those for speculative tokens included, so the running states meet. A ring is
+    the only block that a request has of its group, and is never found locally.
     """
-    state = clip_ssm_state_blocks(ids, spec.num_speculative_blocks)
+    state = ids
+    if isinstance(spec, MambaSpec):
+        state = clip_ssm_state_blocks(ids, spec.num_speculative_blocks)
     if state:
         found.blocks.groups[group_id] = (0, state)
     else:
@@ -260,9 +264,16 @@ def gives_up_blocks(kv_cache_config: KVCacheConfig, group_id: int) -> bool:
     return isinstance(group_spec(kv_cache_config, group_id), _WINDOWED_SPECS)
 
 
+def _is_state(spec: KVCacheSpec) -> bool:
+    return isinstance(spec, MambaSpec) or is_ring_spec(spec)
+
+
 def holds_states(kv_cache_config: KVCacheConfig, group_id: int) -> bool:
-    """Tell whether the group's blocks hold states instead of tokens."""
-    return isinstance(group_spec(kv_cache_config, group_id), MambaSpec)
+    """Tell whether the group's blocks hold states, or rings, instead of tokens.
+
+    Both are valid for one number of tokens alone.
+    """
+    return _is_state(group_spec(kv_cache_config, group_id))
 
 
 @dataclass(frozen=True)
@@ -288,8 +299,12 @@ def units_of_group(kv_cache_config: KVCacheConfig, group_id: int) -> Units:
 
     A block that holds a state counts as one token, whatever its block size. So states
     are compared at any block sizes, and without the rule for the last unit's tokens.
+    A ring is one unit of as many tokens as its block: rings compare at equal sizes.
     """
-    size: int = group_spec(kv_cache_config, group_id).block_size
+    spec = group_spec(kv_cache_config, group_id)
+    size: int = spec.block_size
+    if is_ring_spec(spec):
+        return Units(size, 1)
     if holds_states(kv_cache_config, group_id):
         size = STATE_BLOCK_SIZE
     return Units(unit_size(size), size // unit_size(size))

@@ -74,8 +74,18 @@ _SCALES_PER_TOKEN_AND_HEAD = {
 _INDEXER_SEGMENTS = (128, 4)
 """DeepSeek's sparse indexer: a token's fp8 values and its scales, in bytes."""
 
+_FP4_INDEXER_SEGMENTS = (64, 4)
+"""Likewise with mxfp4 values."""
+
 _V4_SEGMENTS = (576, 8)
 """DeepSeek-V4's ``fp8_ds_mla``: a token's fp8 and bf16 values, and its scales."""
+
+_V41_LATENTS = {"fp8_ds_mla": 528, "nvfp4_ds_mla": 288}
+"""Bytes of DeepSeek-V4.1's latents: values, and right behind them their scales."""
+
+_DS_MLA = frozenset(_V41_LATENTS)
+_SEGMENTED = (TokenOrder.INDEXER, TokenOrder.V4_LATENTS)
+_BY_SPEC = LayerFormat()
 
 
 def attention_slices(
@@ -103,15 +113,24 @@ def attention_slices(
 
     """
     order = token_order(spec, layer)
-    key, head_offset = head_placement(spec, shard)
+    key, head_offset = head_placement(spec, shard, layer.shards)
     heads = range(
         first_head + head_offset, first_head + head_offset + spec.num_kv_heads
     )
     factors = slice_factors(layer_number(name), heads, cache.device)
-    width, pieces, parts = _parts(spec, cache, num_blocks, order)
+    width, pieces, parts = _parts(spec, cache, num_blocks, order, layer.page_states)
     _check_shape(spec, cache, num_blocks)
     views = [
-        LayerView(name, part, width, pieces, factors, key, first)
+        LayerView(
+            name,
+            part,
+            width,
+            pieces,
+            factors,
+            key,
+            first,
+            spec.tokens_per_state,
+        )
         for part, first in parts
     ]
     same_heads = key[0] * (shard.context.size if spec.dcp_sharded else 1)
@@ -120,7 +139,7 @@ def attention_slices(
         views,
         total_heads,
         _identity(spec, layer, total_heads),
-        remarks=_quantization_remarks(spec),
+        remarks=_quantization_remarks(spec, layer),
     )
 
 
@@ -132,7 +151,9 @@ def _identity(spec: AttentionSpec, layer: LayerFormat, heads: int) -> str:
     stored_as = getattr(spec, "cache_dtype_str", None)
     elements = layer.cache_dtype or element_format(stored_as) or str(spec.dtype)
     sizes = f"{heads}x{spec.head_size}+{spec.head_size_v}"
-    return f"{elements}|{kind_of_cells(spec)}|{sizes}"
+    per_state = spec.tokens_per_state
+    states = "" if per_state == 1 else f"|{per_state} tokens per state"
+    return f"{elements}|{kind_of_cells(spec, layer)}|{sizes}{states}"
 
 
 # ---- what is known of a layer's blocks
@@ -150,24 +171,21 @@ def token_order(spec: AttentionSpec, layer: LayerFormat) -> TokenOrder:
         raise SkipGroup(
             f"{kind} blocks are not numbered by token position", Skipped.SPEC_CLASS
         )
-    if spec.tokens_per_state != 1:
-        raise SkipGroup(f"{spec.tokens_per_state} tokens per state", Skipped.COMPRESSED)
     if spec.num_head_slots is not None and layer.order is not TokenOrder.KV_PLANES:
         raise SkipGroup(_head_slots_problem(layer), Skipped.PACKED_HEADS)
     if layer.unknown is not None:
         raise SkipGroup(layer.unknown, Skipped.BACKEND)
-    cells = kind_of_cells(spec)
-    if layer.cells is not None and cells not in layer.cells:
-        raise SkipGroup(
-            f"{layer.backend} was not seen writing {cells} cells", Skipped.BACKEND
-        )
-    order = _cell_order(spec)
+    cells = kind_of_cells(spec, layer)
+    _check_seen(spec, layer, cells)
+    order = _cell_order(spec, cells)
     if order is None:
         raise SkipGroup(
             f"{spec.state_content_size_bytes} bytes of {spec.dtype} per token and "
             f"head, {cells}, in a format that is not known",
             Skipped.PACKED_CELLS,
         )
+    if layer.page_states is not None and order in _SEGMENTED:
+        _check_pages(spec, layer.page_states)
     if layer.order is None or layer.order is order:
         return order
     if order is not TokenOrder.ROWS or spec.state_content_bytes is not None:
@@ -185,35 +203,62 @@ def _head_slots_problem(layer: LayerFormat) -> str:
     return f"{problem}; of {layer.backend}: {layer.head_slots}"
 
 
-def kind_of_cells(spec: AttentionSpec) -> str:
+def _check_pages(spec: AttentionSpec, page_states: int) -> None:
+    """Raise `SkipGroup` unless kernel blocks fill a block, in which segments lie."""
+    # vLLM splits packed blocks of compressed caches alone.
+    if spec.tokens_per_state == 1 or spec.num_states % page_states:
+        raise SkipGroup(
+            f"kernel blocks of {page_states} are not those of the cache",
+            Skipped.BACKEND,
+        )
+
+
+def _check_seen(spec: AttentionSpec, layer: LayerFormat, cells: str) -> None:
+    """Raise `SkipGroup` unless the backend was seen writing cells and states alike."""
+    per_state = spec.tokens_per_state
+    if per_state != 1 and spec.block_size % per_state:
+        raise SkipGroup(
+            f"{per_state} tokens per state do not divide a block", Skipped.COMPRESSED
+        )
+    if layer.cells is None or cells in (
+        layer.cells if per_state == 1 else layer.compressed
+    ):
+        return
+    what = f"{layer.backend} was not seen writing {cells} cells"
+    if per_state == 1:
+        raise SkipGroup(what, Skipped.BACKEND)
+    raise SkipGroup(f"{what} of {per_state} tokens each", Skipped.COMPRESSED)
+
+
+def kind_of_cells(spec: AttentionSpec, layer: LayerFormat = _BY_SPEC) -> str:
     """Return how a token's bytes are quantized: a mode's name, or a special format."""
     from vllm.v1 import kv_cache_interface as interface
 
+    if layer.kind is not None:
+        return layer.kind
     role = getattr(spec, "cache_role", None)
     if role is interface.SparseCacheRole.INDEXER and spec.dtype == torch.uint8:
         return "INDEXER"
     stored_as = getattr(spec, "cache_dtype_str", None)
     if stored_as is None:
         return spec.kv_quant_mode.name
-    if stored_as == "fp8_ds_mla":
-        return "FP8_DS_MLA"
+    if stored_as in _DS_MLA:
+        return stored_as.upper()
     # A merged SlidingWindowMLASpec has lost its mode.
     return interface.get_kv_quant_mode(stored_as).name
 
 
-def _cell_order(spec: AttentionSpec) -> TokenOrder | None:
-    """Return the order that the spec alone tells; None if it is not known."""
-    kind, cells, content = (
-        type(spec).__name__,
-        kind_of_cells(spec),
-        spec.state_content_bytes,
-    )
+def _cell_order(spec: AttentionSpec, cells: str) -> TokenOrder | None:
+    """Return the order of a spec's cells of a kind; None if it is not known."""
+    kind, content = type(spec).__name__, spec.state_content_bytes
     if spec.num_head_slots is not None:
         return _plane_order(spec, cells)
-    if cells == "FP8_DS_MLA":
+    if cells.lower() in _DS_MLA:
         return _ds_mla_order(cast("MLAAttentionSpec | SlidingWindowMLASpec", spec))
     if cells == "INDEXER" and content is None and kind in _MLA:
         return TokenOrder.INDEXER
+    if cells == "SUMMARY" and content is None and spec.dtype == torch.uint8:
+        return TokenOrder.ROWS
     if cells == "NONE" and content is None and spec.dtype.is_floating_point:
         return TokenOrder.ROWS
     if cells == "FP8_PER_TENSOR" and content is None and spec.dtype.itemsize == 1:
@@ -247,7 +292,7 @@ def _plane_order(spec: AttentionSpec, cells: str) -> TokenOrder | None:
 def _ds_mla_order(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> TokenOrder | None:
     """Return the order of DeepSeek's packed latents; None if it is not known.
 
-    V3.2's are rows, V4's are stored apart from their scales.
+    V3.2's and V4.1's are rows, V4's are stored apart from their scales.
     """
     kind, version = type(spec).__name__, spec.model_version
     content = spec.state_content_bytes if spec.dtype == torch.uint8 else None
@@ -255,12 +300,14 @@ def _ds_mla_order(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> TokenOrder |
         return TokenOrder.ROWS
     if version == "deepseek_v4" and content == sum(_V4_SEGMENTS):
         return TokenOrder.V4_LATENTS
+    if version == "deepseek_v4" and content == _V41_LATENTS[str(spec.cache_dtype_str)]:
+        return TokenOrder.ROWS
     return None
 
 
-def _quantization_remarks(spec: AttentionSpec) -> tuple[str, ...]:
+def _quantization_remarks(spec: AttentionSpec, layer: LayerFormat) -> tuple[str, ...]:
     """Name what a quantized layer keeps outside its cells: scales of whole tensors."""
-    if kind_of_cells(spec) == "FP8_PER_TENSOR":
+    if kind_of_cells(spec, layer) == "FP8_PER_TENSOR":
         return ("per-tensor KV scales (model weights, outside the cache)",)
     return ()
 
@@ -272,9 +319,20 @@ _Parts = list[tuple[torch.Tensor, int]]
 
 
 def _parts(
-    spec: AttentionSpec, cache: torch.Tensor, num_blocks: int, order: TokenOrder
+    spec: AttentionSpec,
+    cache: torch.Tensor,
+    num_blocks: int,
+    order: TokenOrder,
+    page_states: int | None,
 ) -> tuple[int, int, _Parts]:
     """Return the bytes of a piece, the pieces of a token, and the views of them.
+
+    Args:
+        spec: the layer's own KV cache spec.
+        cache: the layer's ``[B, H, N, C]`` cache.
+        num_blocks: blocks in the cache.
+        order: the order in which a block holds its tokens' bytes.
+        page_states: see `LayerFormat`.
 
     Raises:
         SkipGroup: the cache is not laid out as the order needs it.
@@ -282,9 +340,11 @@ def _parts(
     """
     ratio = block_ratio(cache, num_blocks)
     if order is TokenOrder.INDEXER:
-        return _segments(cache, ratio, _INDEXER_SEGMENTS)
+        fp4 = spec.head_size == sum(_FP4_INDEXER_SEGMENTS)
+        sizes = _FP4_INDEXER_SEGMENTS if fp4 else _INDEXER_SEGMENTS
+        return _segments(cache, ratio, sizes, page_states)
     if order is TokenOrder.V4_LATENTS:
-        return _segments(cache, ratio, _V4_SEGMENTS)
+        return _segments(cache, ratio, _V4_SEGMENTS, page_states)
     if order is TokenOrder.KV_PLANES:
         return _planes(spec, cache, ratio)
     token_bytes = cache.shape[-1] * cache.element_size()
@@ -304,7 +364,7 @@ def _parts(
 def _check_shape(spec: AttentionSpec, cache: torch.Tensor, num_blocks: int) -> None:
     """Raise `SkipGroup` unless the cache has the spec's heads and block size."""
     total, heads, tokens, _ = cache.shape
-    if total // num_blocks * tokens != spec.block_size:
+    if total // num_blocks * tokens * spec.tokens_per_state != spec.block_size:
         raise SkipGroup(
             f"{total // num_blocks} kernel blocks of {tokens} tokens do not tile a "
             f"block of {spec.block_size}"
@@ -376,7 +436,7 @@ def _cpu_tiles(cache: torch.Tensor, ratio: int, width: int) -> _Parts:
 
 
 def _segments(
-    cache: torch.Tensor, ratio: int, sizes: Sequence[int]
+    cache: torch.Tensor, ratio: int, sizes: Sequence[int], page_tokens: int | None
 ) -> tuple[int, int, _Parts]:
     """View blocks that hold a segment of every token, then the next of every token.
 
@@ -384,6 +444,8 @@ def _segments(
         cache: the layer's ``[B, H, N, C]`` cache.
         ratio: kernel blocks per block.
         sizes: bytes of a token's segments, in order.
+        page_tokens: tokens of a part of the block that is laid out so, one part
+            behind the other; None for the whole.
 
     Raises:
         SkipGroup: another format, or blocks that are not dense.
@@ -397,14 +459,20 @@ def _segments(
     if tokens > 1 and token != cell:
         raise SkipGroup("a token's bytes lie apart in blocks that are not dense")
     width = min(piece_width(part) for part in sizes)
+    page, number = block, ratio
+    if page_tokens is not None:
+        if ratio != 1:
+            raise SkipGroup("kernel blocks are split once more")
+        page, number = page_tokens * cell, tokens // page_tokens
+        tokens = page_tokens
     parts, before = [], 0
     for part in sizes:
         read = read_as(
             cache,
             width,
             before * tokens,
-            (total // ratio, ratio, 1, tokens, part // width),
-            (block * ratio, block, block, part, width),
+            (total // ratio, number, 1, tokens, part // width),
+            (block * ratio, page, page, part, width),
         )
         parts.append((read, before // width))
         before += part

@@ -44,6 +44,15 @@ class LayerFormat:
         order: the backend's own order of tokens, if it has one.
         cache_dtype: format of the cache's elements, unless the spec's dtype tells it.
         unknown: why the order is not known, or None.
+        compressed: likewise `cells`, where a state covers several tokens
+            (`COMPRESSED`).
+        kind: the kind of cells, unless the spec tells it.
+        shards: TP ranks that hold different heads, where it is known and the spec does
+            not tell it.
+        ring_group: tokens that are compressed together, of a layer of rings (`RINGS`).
+        ring_row: bytes of a token in a ring, unless the spec's shape tells them.
+        page_states: states of a kernel block, where vLLM shows the cache by whole
+            blocks and the layer by kernel blocks. None if they are the same.
         head_slots: why head slots of the backend are not read, if that is known.
 
     """
@@ -53,6 +62,12 @@ class LayerFormat:
     order: TokenOrder | None = None
     cache_dtype: str | None = None
     unknown: str | None = None
+    compressed: frozenset[str] = frozenset()
+    kind: str | None = None
+    shards: int | None = None
+    ring_group: int | None = None
+    ring_row: int | None = None
+    page_states: int | None = None
     head_slots: str | None = None
 
 
@@ -67,6 +82,7 @@ _LATENTS = _ROWS | {"FP8_DS_MLA"}
 
 _V1 = "vllm.v1.attention.backends."
 _MLA = _V1 + "mla."
+_V4, _V41 = "vllm.models.deepseek_v4.", "vllm.models.deepseek_v41."
 
 BACKENDS: Mapping[str, frozenset[str]] = {
     _V1 + "b12x.B12xPagedAttentionBackend": _ROWS,
@@ -103,6 +119,17 @@ BACKENDS: Mapping[str, frozenset[str]] = {
     _MLA + "xpu_mla_sparse.XPUMLASparseBackend": _PLAIN,
     _MLA + "indexer.DeepseekV32IndexerBackend": frozenset({"INDEXER"}),
     _MLA + "sparse_swa.DeepseekSparseSWABackend": frozenset({"FP8_DS_MLA"}),
+    _MLA + "indexer.DeepseekV41IndexerBackend": frozenset({"INDEXER"}),
+    _V4 + "compressor.CompressorBackend": _PLAIN,
+    _V4 + "nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": frozenset({"FP8_DS_MLA"}),
+    _V41 + "nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": frozenset(
+        {"FP8_DS_MLA"}
+    ),
+    _V41 + "sparse_mla.DeepseekV4FlashMLABackend": frozenset({"FP8_DS_MLA"}),
+    _V41 + "sparse_mla.FlashMLAMegaAttnBackend": frozenset(
+        {"FP8_DS_MLA", "NVFP4_DS_MLA"}
+    ),
+    _V41 + "nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": _ROWS,
 }
 """By the class of the backend, the kinds of cells (`attention.kind_of_cells`) that were
 seen written. Packed cells of a kind have one format, whatever the backend."""
@@ -124,6 +151,57 @@ _HEAD_SLOTS: Mapping[str, str] = {
     "MiniMaxM3SparseMSANvfp4Backend": _NVFP4_SLOTS,
 }
 """By the class of the backend, why its head slots are not read."""
+
+_QSA = "vllm.models.qwen4_exp.common.qsa_cache.QSAStateBackend"
+_STEP5 = "vllm.models.step5.nvidia."
+_SUMMARIES = _STEP5 + "sparse_summary_cache.Step5SparseSummaryBackend"
+
+COMPRESSED: Mapping[str, frozenset[str]] = {
+    _V4 + "sparse_mla.DeepseekV4FlashMLABackend": frozenset({"FP8_DS_MLA"}),
+    _V41 + "sparse_mla.DeepseekV4FlashMLABackend": frozenset({"FP8_DS_MLA"}),
+    _V41 + "sparse_mla.FlashMLAMegaAttnBackend": frozenset(
+        {"FP8_DS_MLA", "NVFP4_DS_MLA"}
+    ),
+    _V41 + "nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": _ROWS,
+    _MLA + "indexer.DeepseekV4IndexerBackend": frozenset({"INDEXER"}),
+    _MLA + "indexer.DeepseekV41IndexerBackend": frozenset({"INDEXER"}),
+    _MLA + "indexer.Glm5NextIndexerBackend": frozenset({"INDEXER"}),
+    _QSA: _PLAIN,
+    _SUMMARIES: frozenset({"SUMMARY"}),
+}
+"""Likewise `BACKENDS`, for caches whose states cover several tokens each."""
+
+
+@dataclass(frozen=True)
+class RingFormat:
+    """How a backend keeps rings.
+
+    Attributes:
+        group: tokens that are compressed together, or the attribute of the layer that
+            holds their number.
+        row: bytes of a token, unless the spec's shape tells them.
+
+    """
+
+    group: int | str
+    row: int | None = None
+
+
+RINGS: Mapping[str, RingFormat] = {
+    _V41 + "compressor.CompressorBackend": RingFormat(2),
+    _MLA + "indexer.KpoolTailBackend": RingFormat("_index_kpool"),
+    _QSA: RingFormat("compress_ratio"),
+    _STEP5 + "csa_tail_ring.Step5CSATailRingBackend": RingFormat(8, row=1024),
+}
+"""By the class of the backend, the rings that were seen written. Every TP rank computes
+all of a ring, whatever its heads are."""
+
+_KINDS = {
+    _MLA + "indexer.DeepseekV4IndexerBackend": "INDEXER",
+    _MLA + "indexer.DeepseekV41IndexerBackend": "INDEXER",
+    _SUMMARIES: "SUMMARY",
+}
+"""The kind of cells, of backends whose specs do not tell it."""
 
 _SUBCLASS_MAY_SET = {"get_builder_cls"}
 """A subclass that sets nothing else writes what its base writes: vLLM makes such for
@@ -169,11 +247,12 @@ def layer_format(
         return LayerFormat(unknown=f"{name!r} is no layer that names its backend")
     found = backend_class(layer.get_attn_backend())
     backend = f"{found.__module__}.{found.__qualname__}"
-    cells, slots = BACKENDS.get(backend), _HEAD_SLOTS.get(backend)
-    if cells is None:
+    slots = _HEAD_SLOTS.get(backend)
+    if backend not in {*BACKENDS, *COMPRESSED, *RINGS}:
         reason = f"{backend} was not seen writing its cache"
         return LayerFormat(backend, unknown=reason, head_slots=slots)
-    order, unknown = None, indexer_problem(layer, cache)
+    kind, ring = _KINDS.get(backend), RINGS.get(backend)
+    order, unknown = None, indexer_problem(layer, kind)
     if backend in _KV_PLANES:
         order = TokenOrder.KV_PLANES
     if found.__name__ == "CPUAttentionBackend":
@@ -181,8 +260,41 @@ def layer_format(
     asked = getattr(layer, "kv_cache_dtype", None)
     if asked is not None and asked not in _CACHE_DTYPES:
         unknown = f"cache dtype {asked!r} is not known"
-    cache_dtype = cache_dtype_of(layer, asked)
-    return LayerFormat(backend, cells, order, cache_dtype, unknown, slots)
+    return LayerFormat(
+        backend,
+        BACKENDS.get(backend, frozenset()),
+        order,
+        cache_dtype_of(layer, asked, kind),
+        unknown,
+        COMPRESSED.get(backend, frozenset()),
+        kind,
+        1 if ring is not None or backend == _SUMMARIES else None,
+        None if ring is None else _ring_group(layer, ring),
+        None if ring is None else ring.row,
+        _page_states(layer, cache),
+        slots,
+    )
+
+
+def _page_states(layer: AttentionLayerBase, cache: torch.Tensor) -> int | None:
+    """Return the states of a kernel block if the cache is shown by larger blocks.
+
+    Caches of packed layouts are; their layers are bound to views by kernel blocks, in
+    which writers count.
+    """
+    bound = getattr(layer, "kv_cache", None)
+    if not isinstance(bound, torch.Tensor) or bound.dim() != 3:
+        return None
+    if bound.shape[1] == cache.shape[2]:
+        return None
+    return int(bound.shape[1])
+
+
+def _ring_group(layer: AttentionLayerBase, ring: RingFormat) -> int | None:
+    """Return the tokens that a layer compresses together; None if it does not tell."""
+    if isinstance(ring.group, int):
+        return ring.group
+    return getattr(layer, ring.group, None)
 
 
 _CACHE_DTYPES = frozenset(
@@ -201,6 +313,7 @@ _CACHE_DTYPES = frozenset(
         "half",
         "int4_per_token_head",
         "int8_per_token_head",
+        "nvfp4_ds_mla",
     }
 )
 """The known cache dtypes. Platforms register others (`KVCacheDTypeHandler`), which
@@ -223,15 +336,18 @@ def element_format(cache_dtype: str | None) -> str | None:
     return float8 if cache_dtype in ("fp8", "fp8_e4m3") else f"{cache_dtype} {float8}"
 
 
-def cache_dtype_of(layer: AttentionLayerBase, asked: str | None) -> str | None:
+def cache_dtype_of(
+    layer: AttentionLayerBase, asked: str | None, kind: str | None = None
+) -> str | None:
     """Return the element format of a layer's cache; an indexer's names its scales too.
 
     Args:
         layer: vLLM's layer.
         asked: the layer's ``kv_cache_dtype``, or None if it has none.
+        kind: the kind of cells, unless the spec tells it.
 
     """
-    if not hasattr(layer, "uses_shuffled_layout"):
+    if not hasattr(layer, "uses_shuffled_layout") and kind != "INDEXER":
         return element_format(asked)
     try:
         from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
@@ -278,19 +394,15 @@ def cpu_order(
 # ---- sparse indexers
 
 
-def indexer_problem(layer: AttentionLayerBase, cache: torch.Tensor) -> str | None:
+def indexer_problem(layer: AttentionLayerBase, kind: str | None = None) -> str | None:
     """Return why a sparse indexer's blocks are not values, then scales, or None.
 
     None stands for blocks that are, and for layers that are no sparse indexer.
     """
     shuffled = getattr(layer, "uses_shuffled_layout", None)
-    if shuffled is None:
+    if shuffled is None and kind != "INDEXER":
         return None
     # ROCm's writers shuffle the values also where the layer does not say so.
     if shuffled or current_platform.is_rocm():
         return "a sparse indexer whose values are shuffled"
-    # The order holds per kernel block; packed layouts show whole blocks here.
-    bound = layer.kv_cache
-    if bound.dim() == 3 and bound.shape[1] != cache.shape[2]:
-        return "a sparse indexer whose kernel blocks are not those of the cache"
     return None

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,15 +14,17 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     MAX_KV_HEADS_PER_LAYER,
     STATE_BLOCK_SIZE,
     Skipped,
+    is_ring_spec,
     unit_size,
 )
-from vllm.distributed.kv_transfer.kv_checksum.worker import states
+from vllm.distributed.kv_transfer.kv_checksum.worker import rings, states
 from vllm.distributed.kv_transfer.kv_checksum.worker.attention import attention_slices
 from vllm.distributed.kv_transfer.kv_checksum.worker.formats import LayerFormat
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     ContextShard,
     GroupView,
     LayerSlices,
+    Ring,
     Sharding,
     SkipGroup,
     layer_hash,
@@ -79,8 +81,7 @@ def build_group(
     if missing := [name for name in names if name not in caches]:
         raise SkipGroup(f"layer {missing[0]!r} has no cache here", Skipped.NO_CACHE)
     specs = _owner_specs(names, group.kv_cache_spec, caches)
-    holds_states = {states.is_state_spec(spec) for spec in specs.values()}
-    if len(holds_states) > 1:
+    if len({_kind(spec) for spec in specs.values()}) > 1:
         raise SkipGroup("the group mixes states and tokens", Skipped.STATES_AND_TOKENS)
     context = _context_shard(group.kv_cache_spec, shard)
     next_head: dict[str, int] = {}
@@ -97,9 +98,8 @@ def build_group(
         else:
             attention_spec = cast("AttentionSpec", spec)
             layout = formats.get(name, _BY_SPEC)
-            layer = attention_slices(
-                name, attention_spec, cache, num_blocks, shard, first, layout
-            )
+            build = rings.ring_slices if is_ring_spec(spec) else attention_slices
+            layer = build(name, attention_spec, cache, num_blocks, shard, first, layout)
         next_head[module_of(name)] = first + layer.heads
         if first + layer.heads > MAX_KV_HEADS_PER_LAYER:
             raise SkipGroup(
@@ -108,16 +108,17 @@ def build_group(
             )
         layers.append(layer)
         fingerprint += layer_hash(name, spec, layer.identity)
-    block_size = group.kv_cache_spec.block_size
     views = [view for layer in layers for view in layer.views]
+    ring = _common_ring(layers)
     return GroupView(
         group_id,
-        STATE_BLOCK_SIZE if True in holds_states else block_size,
+        _block_size(group.kv_cache_spec.block_size, specs.values(), ring),
         views,
         fingerprint & MASK64,
         tuple(sorted({view.replica_key for view in views})),
         equal_tp=any(layer.equal_tp for layer in layers),
         remarks=tuple(sorted({r for layer in layers for r in layer.remarks})),
+        ring=ring,
         context=context,
     )
 
@@ -130,11 +131,15 @@ def _context_shard(spec: KVCacheSpec, shard: Sharding) -> ContextShard:
             are whole, or it is not known what the ranks hold.
 
     """
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
     context, size = shard.context, spec.block_size
     if not spec.dcp_sharded or context.size == 1:
         if shard.over_pcp:
             raise SkipGroup("what PCP ranks hold of it is not known", Skipped.REPLICAS)
         return ContextShard()
+    if any(map(is_ring_spec, iter_layer_specs(spec))):
+        raise SkipGroup("rings under context parallelism", Skipped.RINGS)
     if context.interleave != size:
         raise SkipGroup(
             f"context parallelism deals out {context.interleave} tokens at a time, "
@@ -146,6 +151,35 @@ def _context_shard(spec: KVCacheSpec, shard: Sharding) -> ContextShard:
             f"of {size} on one rank"
         )
     return context
+
+
+def _kind(spec: KVCacheSpec) -> tuple[bool, bool]:
+    """Tell states, rings and tokens apart."""
+    return states.is_state_spec(spec), is_ring_spec(spec)
+
+
+def _common_ring(layers: Sequence[LayerSlices]) -> Ring | None:
+    """Return the ring that a group's blocks hold, None if they hold none.
+
+    Raises:
+        SkipGroup: rings of one group differ, so that they have no common slots.
+
+    """
+    found = {layer.ring for layer in layers}
+    if len(found) > 1:
+        raise SkipGroup("the group's rings differ", Skipped.RINGS)
+    return next(iter(found))
+
+
+def _block_size(
+    block_size: int, specs: Iterable[KVCacheSpec], ring: Ring | None
+) -> int:
+    """Return the tokens that a block of the group counts as."""
+    if ring is not None:
+        return ring.slots
+    if any(states.is_state_spec(spec) for spec in specs):
+        return STATE_BLOCK_SIZE
+    return block_size
 
 
 def _owner_specs(

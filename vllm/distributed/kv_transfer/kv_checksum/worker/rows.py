@@ -41,11 +41,8 @@ def build_rows(
 ) -> tuple[np.ndarray, list[tuple[GroupView, slice]], list[RowSpan]]:
     """Build the rows of all groups, as `SumRows` takes them.
 
-    A block's units follow one another; a unit's number is that in its block plus the
-    units of all blocks of lower ids. Blocks follow one another in the request, or each
-    has a position of its own. Each group starts at an even column, so that
-    reads of it stay 16-byte aligned. A request whose blocks of a group are none has a
-    span of no rows.
+    Each group starts at an even column, so that reads of it stay 16-byte aligned. A
+    request whose blocks of a group are none has a span of no rows.
 
     Args:
         groups: the groups that are summed here, by id.
@@ -61,57 +58,100 @@ def build_rows(
     parts: list[RowSpan] = []
     at = 0
     for group_id, group in groups.items():
-        found = [
-            (
-                req_id,
-                blocks.num_tokens,
-                blocks.positions.get(group_id),
-                *blocks.groups[group_id],
-            )
-            for req_id, blocks in work.items()
-            if group_id in blocks.groups
-        ]
+        found = {r: b for r, b in work.items() if group_id in b.groups}
         if not found:
             continue
-        req_ids, num_tokens, apart, starts, ids = zip(*found, strict=True)
-        per_block = group.units_per_block
-        # Without a dtype, an empty list would become an array of floats.
-        ids = [np.asarray(i, np.int64) for i in ids]
-        lengths = np.array([len(i) for i in ids]) * per_block
-        starts = np.array(starts) * per_block
-        ends = lengths.cumsum()
-        total = int(ends[-1])
-        table: np.ndarray = np.zeros((3, total + total % 2), np.int64)
-        blocks = np.concatenate(ids)
-        if per_block > 1:
-            blocks = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
-        table[0, :total] = blocks
-        position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
-        for end, length, positions in zip(ends, lengths, apart, strict=True):
-            if positions is not None:
-                units = positions[:, None] * per_block + np.arange(per_block)
-                position[end - length : end] = units.ravel()
-        if (context := group.context).size > 1:
-            # The block at position p holds tokens of the instance's block at p * size
-            # + rank, if that is as large.
-            position += position // per_block * ((context.size - 1) * per_block)
-            position += context.rank * per_block
-        first = np.multiply(position, group.unit_size, out=table[1, :total])
-        valid = np.repeat(num_tokens, lengths) - first
-        np.clip(valid, 0, group.unit_size, out=table[2, :total])
-        tables.append(table)
+        build = _block_rows if group.ring is None else _ring_rows
+        rows, starts, lengths = build(group, found)
+        total = rows.shape[1]
+        tables.append(rows)
+        if total % 2:
+            tables.append(np.zeros((3, 1), np.int64))
         if total:
             segments.append((group, slice(at, at + total)))
-        begins = (at + ends - lengths).tolist()
+        begins = (at + lengths.cumsum() - lengths).tolist()
         parts += [
             RowSpan(req_id, group, start, slice(begin, begin + length))
             for req_id, start, begin, length in zip(
-                req_ids, starts.tolist(), begins, lengths.tolist(), strict=True
+                found, starts.tolist(), begins, lengths.tolist(), strict=True
             )
         ]
-        at += table.shape[1]
+        at += total + total % 2
     rows = np.concatenate(tables, axis=1) if tables else np.zeros((3, 0), np.int64)
     return rows, segments, parts
+
+
+def _block_rows(
+    group: GroupView, work: Mapping[str, KVChecksumBlocks]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Build the rows of one group.
+
+    A block's units follow one another; a unit's number is that in its block plus the
+    units of all blocks of lower ids. Blocks follow one another in the request, or each
+    has a position of its own.
+
+    Returns:
+        Rows as `build_rows` does; per request, the number of its first unit, and that
+        of its rows.
+
+    """
+    per_block = group.units_per_block
+    asked = [blocks.groups[group.group_id] for blocks in work.values()]
+    # Without a dtype, an empty list would become an array of floats.
+    ids = [np.asarray(i, np.int64) for _, i in asked]
+    lengths = np.array([len(i) for i in ids]) * per_block
+    starts = np.array([start for start, _ in asked]) * per_block
+    ends = lengths.cumsum()
+    total = int(ends[-1])
+    rows: np.ndarray = np.empty((3, total), np.int64)
+    blocks: np.ndarray = np.concatenate(ids)
+    if per_block > 1:
+        blocks = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
+    rows[0] = blocks
+    position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
+    for end, length, of in zip(ends, lengths, work.values(), strict=True):
+        positions = of.positions.get(group.group_id)
+        if positions is not None:
+            units = positions[:, None] * per_block + np.arange(per_block)
+            position[end - length : end] = units.ravel()
+    if (context := group.context).size > 1:
+        # The block at position p holds the tokens of one rank's block p * size + rank.
+        position += position // per_block * ((context.size - 1) * per_block)
+        position += context.rank * per_block
+    first = np.multiply(position, group.unit_size, out=rows[1])
+    num_tokens = [of.num_tokens for of in work.values()]
+    valid = np.repeat(num_tokens, lengths) - first
+    np.clip(valid, 0, group.unit_size, out=rows[2])
+    return rows, starts, lengths
+
+
+def _ring_rows(
+    group: GroupView, work: Mapping[str, KVChecksumBlocks]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Build the rows of a group of rings: one for each token that counts.
+
+    A request has one block of it at most. Their sums are added up to one.
+
+    Returns:
+        See `_block_rows`.
+
+    """
+    assert group.ring is not None
+    slots = group.ring.slots
+    ids = [of.groups[group.group_id][1][-1:] for of in work.values()]
+    held = np.array([len(found) for found in ids])
+    first, lengths = group.ring.counted(
+        np.array([of.num_tokens for of in work.values()])
+    )
+    lengths *= held
+    ends = lengths.cumsum()
+    position = np.arange(int(ends[-1])) - np.repeat(ends - lengths - first, lengths)
+    block = np.zeros_like(lengths)
+    block[held > 0] = np.concatenate([np.asarray(i, np.int64) for i in ids])
+    rows: np.ndarray = np.ones((3, len(position)), np.int64)
+    rows[0] = np.repeat(block, lengths) * slots + position % slots
+    rows[1] = position
+    return rows, np.zeros_like(lengths), lengths
 
 
 def block_checksum_rows(

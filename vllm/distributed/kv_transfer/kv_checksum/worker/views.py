@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,9 @@ class LayerView:
         replica_key: the copy of the layer that this rank holds.
         first_piece: number, within a token, of the first piece that `blocks`
             holds; a token that is not contiguous is read as several views.
+        tokens_per_state: tokens that one stored state covers; states then stand in
+            `blocks` where tokens do. A fraction stands for several states per token.
+        unit_tokens: tokens of a unit; None for `unit_size` of the block's tokens.
         units: `blocks` by units, see `units_of`.
 
     """
@@ -69,10 +73,12 @@ class LayerView:
     factors: torch.Tensor
     replica_key: ReplicaKey
     first_piece: int = 0
+    tokens_per_state: int | Fraction = 1
+    unit_tokens: int | None = None
     units: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.units = units_of(self.blocks)
+        self.units = units_of(self.blocks, self.tokens_per_state, self.unit_tokens)
 
     @property
     def elements_per_piece(self) -> int:
@@ -83,11 +89,56 @@ class LayerView:
     def units_per_block(self) -> int:
         return self.units.shape[1] * self.units.shape[2]
 
+    @property
+    def state_ratio(self) -> tuple[int, int]:
+        """Return numerator and denominator of the tokens per state."""
+        return self.tokens_per_state.numerator, self.tokens_per_state.denominator
+
 
 SumRows = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds sums of some layers' units to `out` (int64 ``(n,)``, of any stride) for `rows`
 (int64 ``(3, n)``): the unit (its number in its block, behind those of all blocks
-before), position in the request of its first token, number of its tokens that count."""
+before), position in the request of its first token, number of its tokens that count.
+Where a state covers several tokens, it counts with its last one: of tokens ``[a, b)``,
+states ``[a // r, b // r)`` do, numbered by the request."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A block that keeps a request's last tokens, each in slot ``position % slots``.
+
+    Attributes:
+        slots: tokens that the block holds.
+        group_tokens: tokens that are compressed together; the ring keeps the raw rows
+            of the group that is not complete. None if it is not known.
+
+    """
+
+    slots: int
+    group_tokens: int | None = None
+
+    def counted(self, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions whose slots count after so many tokens.
+
+        These are of the last token's group, but for the row that completes it: it is
+        pooled from the step's input and never read again, so not every writer stores
+        it. A consumer that computes the last token once more reads the others. Slots of
+        earlier groups may be leftovers of another request if the tokens before them
+        were found in the prefix cache. If groups are not known, every slot counts.
+
+        Args:
+            num_tokens: int64, per request.
+
+        Returns:
+            The first positions, and how many follow one another from there.
+
+        """
+        if self.group_tokens is None:
+            first = np.maximum(num_tokens - self.slots, 0)
+            return first, num_tokens - first
+        size = self.group_tokens
+        first = np.maximum(num_tokens - 1, 0) // size * size
+        return first, np.minimum(num_tokens - first, size - 1)
 
 
 @dataclass(frozen=True)
@@ -120,6 +171,7 @@ class LayerSlices:
         identity: the layer's part of the fingerprint besides its name and spec type.
         equal_tp: whether only parts of one TP size add up to the same value.
         remarks: parts of the layer that are not covered.
+        ring: the ring that each block holds, if it does.
 
     """
 
@@ -128,6 +180,7 @@ class LayerSlices:
     identity: str
     equal_tp: bool = False
     remarks: tuple[str, ...] = ()
+    ring: Ring | None = None
 
 
 @dataclass
@@ -144,6 +197,8 @@ class GroupView:
         context: the tokens of a request that the group's blocks hold here.
         equal_tp: whether sums compare only between instances of equal TP size.
         remarks: parts of the layers that are not covered.
+        ring: where a block holds a ring, its size and use; it has one unit per slot,
+            whose sums are added up to one.
 
     """
 
@@ -154,11 +209,12 @@ class GroupView:
     replica_keys: tuple[ReplicaKey, ...]
     equal_tp: bool = False
     remarks: tuple[str, ...] = ()
+    ring: Ring | None = None
     context: ContextShard = ContextShard()
 
     @property
     def unit_size(self) -> int:
-        return unit_size(self.block_size)
+        return unit_size(self.block_size) if self.ring is None else 1
 
     @property
     def units_per_block(self) -> int:
@@ -237,12 +293,19 @@ def layer_spec(group_spec: KVCacheSpec, name: str) -> KVCacheSpec | None:
     return group_spec
 
 
-def head_placement(spec: AttentionSpec, shard: Sharding) -> tuple[ReplicaKey, int]:
+def head_placement(
+    spec: AttentionSpec, shard: Sharding, shards: int | None = None
+) -> tuple[ReplicaKey, int]:
     """Return this rank's replica key and its first global head of a layer.
 
     vLLM splits KV heads over the TP ranks and replicates them where ranks are more
     than heads. `max_tp_shards`, where a spec declares it, is the number of ranks that
     hold different heads; MLA latents are held whole by every rank.
+
+    Args:
+        spec: the layer's own KV cache spec.
+        shard: this rank's part of the model.
+        shards: TP ranks that hold different heads, if the spec does not tell it.
 
     Raises:
         SkipGroup: the spec does not tell how many ranks hold the same heads.
@@ -251,8 +314,9 @@ def head_placement(spec: AttentionSpec, shard: Sharding) -> tuple[ReplicaKey, in
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     tp, heads = shard.tp_size, spec.num_kv_heads
-    if spec.max_tp_shards is not None:
-        replicas = max(1, tp // spec.max_tp_shards)
+    shards = spec.max_tp_shards if spec.max_tp_shards is not None else shards
+    if shards is not None:
+        replicas = max(1, tp // shards)
     elif isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         replicas = tp
     elif heads > 1 or tp == 1:
@@ -355,35 +419,55 @@ def integer_view(cache: torch.Tensor, num_blocks: int, width: int) -> torch.Tens
     return read_as(cache, width, 0, shape, (block * ratio, block, head, token, width))
 
 
-def units_of(blocks: torch.Tensor) -> torch.Tensor:
+def units_of(
+    blocks: torch.Tensor,
+    tokens_per_state: int | Fraction = 1,
+    unit_tokens: int | None = None,
+) -> torch.Tensor:
     """View a `LayerView`'s blocks by units, without a copy.
 
     The view has the shape ``(num_blocks, kernel blocks, units, parts of a unit, heads,
     tokens, pieces)``: a kernel block holds one or several units, or a unit is made of
-    several kernel blocks, its parts.
+    several kernel blocks, its parts. States stand for tokens where one covers several.
+    A state of more tokens than a unit is shown in each of its units; it counts in that
+    of its last token.
+
+    Args:
+        blocks: see `LayerView`.
+        tokens_per_state: see `LayerView`.
+        unit_tokens: see `LayerView`.
 
     Raises:
-        SkipGroup: neither is the case.
+        SkipGroup: units do not nest with states or kernel blocks.
 
     """
     number, ratio, heads, tokens, pieces = blocks.shape
     block, part, head, token, piece = blocks.stride()
-    size = unit_size(ratio * tokens)
     if part == tokens * token:
         # The tokens of a kernel block follow those of the one before it.
         ratio, tokens = 1, ratio * tokens
-    if tokens % size == 0:
+    whole = ratio * tokens * tokens_per_state
+    in_tokens = unit_tokens or unit_size(int(whole))
+    states = Fraction(in_tokens) / tokens_per_state
+    if states < 1 and states.numerator == 1 and 1 in (ratio, tokens):
+        shape = (number, ratio * tokens, states.denominator, 1, heads, 1, pieces)
+        step = part if tokens == 1 else token
+        return blocks.as_strided(shape, (block, step, 0, 0, head, 0, piece))
+    size = states.numerator
+    if states.denominator == 1 and tokens % size == 0:
         shape = (number, ratio, tokens // size, 1, heads, size, pieces)
         return blocks.as_strided(
             shape, (block, part, size * token, 0, head, token, piece)
         )
-    if size % tokens == 0:
+    if states.denominator == 1 and size % tokens == 0:
         parts = size // tokens
         shape = (number, ratio // parts, 1, parts, heads, tokens, pieces)
         return blocks.as_strided(
             shape, (block, parts * part, 0, part, head, token, piece)
         )
-    raise SkipGroup(f"kernel blocks of {tokens} tokens and units of {size} do not nest")
+    raise SkipGroup(
+        f"kernel blocks of {tokens} tokens and units of {states} do not nest"
+    )
 
 
 def slice_factors(

@@ -87,11 +87,13 @@ class PendingCopy:
         values = self.host.numpy().view(np.uint64)
         for part in self.parts:
             keys, group_id = part.group.replica_keys, part.group.group_id
-            sums = values[part.rows, : len(keys)].copy()
+            sums = values[part.rows, : len(keys)]
+            if part.group.ring is not None:
+                sums = sums.sum(axis=0, dtype=np.uint64, keepdims=True)
             self.record.checksums[part.req_id][group_id] = KVChecksumGroup(
                 part.start * part.group.context.size,
                 keys,
-                part.group.of_all_ranks(sums),
+                part.group.of_all_ranks(sums.copy()),
             )
             if part.stored:
                 stored = self.record.stored.setdefault(part.req_id, {})

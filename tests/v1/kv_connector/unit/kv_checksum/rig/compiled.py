@@ -37,17 +37,26 @@ SHAPES = {
     "GQA, 1 head, 16 tokens": (1, 1, 16, 64),
     "GQA, 8 heads, 64 tokens": (1, 8, 64, 64),
     "MLA, 64 tokens": (1, 1, 64, 144),
+    "latents of 2 tokens, 64 states": (1, 1, 64, 66),
+    "keys of 4 tokens, 64 states": (1, 1, 64, 32),
+    "ring, slots of 512 pieces": (1, 1, 8, 512),
 }
+STATES = {"latents of 2 tokens, 64 states": 2, "keys of 4 tokens, 64 states": 4}
+"""Tokens per state, where it is not one."""
+
+RINGS = {"ring, slots of 512 pieces"}
+
 WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-def layer_of(shape, *, token_major=False, piece_bytes=8, num_blocks=4):
+def layer_of(shape, *, token_major=False, piece_bytes=8, num_blocks=4, **more):
     ratio, heads, tokens, pieces = shape
     dims = (num_blocks, ratio, heads, tokens, pieces)
     blocks = torch.zeros(dims, dtype=WIDTHS[piece_bytes])
     if token_major:
         blocks = blocks.transpose(2, 3).contiguous().transpose(2, 3)
-    return LayerView("", blocks, piece_bytes, pieces, torch.zeros(heads).long(), (1, 0))
+    factors = torch.zeros(heads).long()
+    return LayerView("", blocks, piece_bytes, pieces, factors, (1, 0), **more)
 
 
 def compiled(layer: LayerView, target: GPUTarget):
@@ -154,7 +163,12 @@ def variants() -> dict[str, int]:
 
 def reports() -> Iterator[SimpleNamespace]:
     for name, shape in SHAPES.items():
-        layer = layer_of(shape, token_major="token-major" in name)
+        layer = layer_of(
+            shape,
+            token_major="token-major" in name,
+            tokens_per_state=STATES.get(name, 1),
+            unit_tokens=1 if name in RINGS else None,
+        )
         for target_name, target in TARGETS.items():
             make = nvidia_report if target.backend == "cuda" else amd_report
             found = make(layer, target)

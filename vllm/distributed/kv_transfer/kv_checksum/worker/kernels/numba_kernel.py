@@ -199,7 +199,18 @@ def _tokens_of_elements(
 
 @jit
 def _sum_rows(
-    flat, offset, shape, strides, factors, per_token, skip, parts, bits, rows, out
+    flat,
+    offset,
+    shape,
+    strides,
+    factors,
+    per_token,
+    skip,
+    parts,
+    bits,
+    state_ratio,
+    rows,
+    out,
 ):
     """Add each row's sum to `out` (uint64).
 
@@ -213,21 +224,28 @@ def _sum_rows(
         skip: the layer's `first_piece`.
         parts: the layer's `elements_per_piece`.
         bits: width of an element, uint64.
+        state_ratio: numerator and denominator of the tokens per state.
         rows: int64 ``(3, n)``, see `SumRows`.
         out: uint64 ``(n,)``.
 
     """
     _, outer, inner, parts_of_unit, _, tokens, _ = shape
+    per_state, states = state_ratio
     for row in range(rows.shape[1]):
+        # States stand for tokens from here on. Positions are not negative.
+        first_token = rows[1, row] * states // per_state
+        valid = (rows[1, row] + rows[2, row]) * states // per_state - first_token
+        if valid <= 0:
+            continue
         block, unit = divmod(rows[0, row], outer * inner)
         begin = offset + block * strides[0]
         begin += (unit // inner) * strides[1] + (unit % inner) * strides[2]
         for part in range(parts_of_unit):
-            number = min(tokens, rows[2, row] - part * tokens)
+            number = min(tokens, valid - part * tokens)
             if number <= 0:
                 break
             at = begin + part * strides[3]
-            first = np.uint64((rows[1, row] + part * tokens) * per_token + skip)
+            first = np.uint64((first_token + part * tokens) * per_token + skip)
             if parts == 1:
                 out[row] += _tokens(
                     flat, at, number, shape, strides, factors, first, per_token
@@ -274,4 +292,5 @@ def _arguments(layer: LayerView) -> tuple[Any, ...]:
         layer.first_piece,
         layer.elements_per_piece,
         np.uint64(8 * size),
+        layer.state_ratio,
     )

@@ -62,6 +62,7 @@ def _sum_layer(
 def _sum_chunk(
     layer: LayerView, ids: torch.Tensor, first: torch.Tensor, valid: torch.Tensor
 ) -> torch.Tensor:
+    first, valid = _states(layer, first, valid)
     x = _pieces(layer, ids)
     _, parts, _, tokens, pieces = x.shape
     token = torch.arange(parts * tokens, device=x.device).view(1, parts, 1, tokens, 1)
@@ -76,6 +77,15 @@ def _sum_chunk(
     x ^= folded.bitwise_and_(_LOW32)
     x.masked_fill_(token >= valid.view(-1, 1, 1, 1, 1), 0)
     return x.sum(dim=(1, 2, 3, 4))
+
+
+def _states(
+    layer: LayerView, first: torch.Tensor, valid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first state of rows and the number of their states that count."""
+    tokens, states = layer.state_ratio
+    begin = first * states // tokens
+    return begin, (first + valid) * states // tokens - begin
 
 
 def _pieces(layer: LayerView, ids: torch.Tensor) -> torch.Tensor:

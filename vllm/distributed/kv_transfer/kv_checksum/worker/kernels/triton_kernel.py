@@ -77,7 +77,7 @@ def _layer_checksum_kernel(
     out_stride,
     # The layer's shape: units per block and per kernel block, parts of a unit, heads,
     # tokens per part, pieces per token here and in the whole layer, number of the
-    # first one here.
+    # first one here; numerator and denominator of the tokens per state.
     UNITS: tl.constexpr,
     INNER: tl.constexpr,
     PARTS: tl.constexpr,
@@ -86,6 +86,8 @@ def _layer_checksum_kernel(
     PIECES: tl.constexpr,
     ALL_PIECES: tl.constexpr,
     FIRST_PIECE: tl.constexpr,
+    TOKENS_PER_STATE: tl.constexpr,
+    STATES_PER_TOKEN: tl.constexpr,
     # Strides in pieces.
     STRIDE_B: tl.constexpr,
     STRIDE_K: tl.constexpr,
@@ -125,8 +127,17 @@ def _layer_checksum_kernel(
 
     unit = tl.load(rows + row)
     block, unit = unit // UNITS, unit % UNITS
-    first = tl.load(rows + num_rows + row) + part * TOKENS
-    valid = tl.load(rows + 2 * num_rows + row).to(tl.int32) - part * TOKENS
+    first = tl.load(rows + num_rows + row)
+    valid = tl.load(rows + 2 * num_rows + row).to(tl.int32)
+    if TOKENS_PER_STATE != 1 or STATES_PER_TOKEN != 1:
+        # States stand for tokens from here on.
+        end = (first + valid) * STATES_PER_TOKEN // TOKENS_PER_STATE
+        first = first * STATES_PER_TOKEN // TOKENS_PER_STATE
+        valid = (end - first).to(tl.int32)
+        if valid <= 0:
+            return
+    first += part * TOKENS
+    valid -= part * TOKENS
     factor = tl.load(factors + layer * HEADS + first_head).to(tl.uint64, bitcast=True)
     address = tl.load(addresses + layer)
     if PIECE_BITS == 64:
@@ -226,6 +237,8 @@ def kernel_constants(layer: LayerView) -> dict[str, Any]:
         "PIECES": pieces,
         "ALL_PIECES": layer.pieces,
         "FIRST_PIECE": layer.first_piece,
+        "TOKENS_PER_STATE": layer.state_ratio[0],
+        "STATES_PER_TOKEN": layer.state_ratio[1],
         "STRIDE_B": block,
         "STRIDE_K": kernel_block,
         "STRIDE_U": unit,
