@@ -24,6 +24,9 @@ from .plans import Plan
 
 COVERED_STATES = 2
 
+STEP5_ROW_BYTES = 1024
+"""As vLLM's `csa_tail_ring` has it: rows fill a page whose spec tells another shape."""
+
 
 @dataclass(frozen=True)
 class LoadedBlock:
@@ -161,6 +164,25 @@ class FamilyInstance(rig.Instance):
         states = list(zip(spec.shapes, spec.dtypes, strict=True))[:COVERED_STATES]
         return sum(prod(shape) * dtype.itemsize for shape, dtype in states)
 
+    def open_row(self, name, spec) -> tuple[int, int]:
+        """Return where a ring keeps the first row that is not compressed, in bytes.
+
+        Also return the row's size. How many tokens are compressed together, other
+        layers of the model tell.
+        """
+        (together,) = {
+            one.tokens_per_state
+            for group_id in range(len(self.first_specs))
+            for one in self.specs_of(group_id).values()
+            if one.tokens_per_state > 1
+        }
+        position = (self.loaded_tokens - 1) // together * together
+        content, slots = self.content_bytes(spec), spec.block_size
+        if self.plan.backends[name] == "Step5CSATailRingBackend":
+            slots = content // STEP5_ROW_BYTES
+        row = content // slots
+        return position % slots * row, row
+
     def flip(self, block: LoadedBlock, at: float, *, padding: bool = False) -> bool:
         """Flip a bit of a block's last layer; return whether there is such a byte.
 
@@ -174,6 +196,9 @@ class FamilyInstance(rig.Instance):
         content = self.content_bytes(spec)
         if padding and content == spec.page_size_bytes:
             return False
-        byte = content if padding else int(at * (content - 1))
+        first, size = 0, content
+        if isinstance(spec, CircularBufferSpec):
+            first, size = self.open_row(name, spec)
+        byte = content if padding else first + int(at * (size - 1))
         self.page(name, block.block_id, spec.page_size_bytes)[byte] ^= 4
         return True
