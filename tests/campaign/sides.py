@@ -139,6 +139,7 @@ class Side:
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=self.split.tp,
                 pipeline_parallel_size=self.split.pp,
+                decode_context_parallel_size=1,
             ),
         )
         return KVChecksumScheduler(

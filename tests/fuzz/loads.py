@@ -243,7 +243,9 @@ class Load:
                     kv_load_failure_policy=case.policy,
                 ),
                 parallel_config=SimpleNamespace(
-                    tensor_parallel_size=case.tp_size, pipeline_parallel_size=1
+                    tensor_parallel_size=case.tp_size,
+                    pipeline_parallel_size=1,
+                    decode_context_parallel_size=1,
                 ),
             ),
             PullConnector() if by_params else PushConnector(),

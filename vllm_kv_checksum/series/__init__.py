@@ -65,6 +65,7 @@ PATCHES = (
             "worker/formats.py",
             "worker/groups.py",
             "worker/kernels/",
+            "worker/rings.py",
             "worker/rows.py",
             "worker/states.py",
             "worker/views.py",

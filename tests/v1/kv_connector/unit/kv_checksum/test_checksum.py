@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumBlocks, KVChecksumGroup
 from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     checksum_terms,
+    replica_checks,
     slice_factor,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import torch_reference
@@ -241,3 +242,11 @@ def test_lane_faults_are_seen(fault, bf16_blocks):
     before = checksum_terms(chosen, weights[at]).sum(axis=1, dtype=np.uint64)
     after = checksum_terms(chosen ^ np.uint64(mask), weights[at])
     assert np.all(before != after.sum(axis=1, dtype=np.uint64))
+
+
+def test_a_missing_copy_is_told_and_not_summed_as_zero():
+    ones = np.ones(3, np.uint64)
+    layers, half = KVChecksumGroup(0, ((1, 0),), ones), KVChecksumGroup(0, (), ones)
+    for parts in ({(1, 0): layers, (2, 1): half}, {(2, 0): half}):
+        with pytest.raises(ValueError, match="a replica is missing"):
+            replica_checks(parts)

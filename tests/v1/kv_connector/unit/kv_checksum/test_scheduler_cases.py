@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumOutput,
     KVChecksumRecord,
 )
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput
 
 from .rig import caches as u
@@ -264,3 +265,27 @@ def test_off_means_none(model):
     assert d.scheduler.kv_checksum is None
     output = d.schedule()
     assert output.kv_checksum_scheduled is None
+
+
+def test_a_producer_that_ends_with_a_stop_token_sends_checksums(model):
+    p, _ = pair(model)
+    request = p.add("p", tokens(50), p.transport.producer_params("p"), max_tokens=9)
+    request.sampling_params.stop_token_ids = [7]
+    out = p.run(request)
+    assert out.finish_reason == FinishReason.STOP
+    assert KV_TRANSFER_PARAMS_KEY in out.kv_transfer_params
+
+
+def test_tiers_are_asked_for_as_many_tokens_as_are_loaded(model, monkeypatch):
+    _, d = pair(model)
+    kv_checksum, asked = d.scheduler.kv_checksum, []
+    request = d.add("r", tokens(120), None)
+    monkeypatch.setattr(
+        kv_checksum.connector, "kv_checksum_carrier", lambda *_, **__: None
+    )
+    monkeypatch.setattr(
+        kv_checksum._stored, "covers", lambda request, n: asked.append(n)
+    )
+    kv_checksum.add_recv(request, 32, 100)
+    kv_checksum.request_finished(request, None)
+    assert asked == [68]

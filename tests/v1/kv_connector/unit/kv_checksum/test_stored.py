@@ -747,3 +747,12 @@ def test_multi_connector_asks_the_one_that_loads():
     multi.on_kv_checksum_failure(r, {0: [3]})
     multi.on_kv_checksum_failure(other, {0: [4]})
     assert [s.dropped[1:] for s in subs] == [[], [("r", {0: [3]})]]
+
+
+def test_memory_that_the_store_does_not_take_ends_the_start():
+    checksums = object.__new__(mooncake_store.MooncakeStoreChecksums)
+    checksums._block_checksums = torch.zeros(4, dtype=torch.int64)
+    refusing = SimpleNamespace(register_buffer=lambda address, size: -600)
+    checksums._worker = SimpleNamespace(store=refusing, token_dbs=[])
+    with pytest.raises(RuntimeError, match="-600"):
+        checksums.register()
