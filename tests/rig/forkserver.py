@@ -145,10 +145,7 @@ def _become_server(request: dict[str, Any], run: Callable[[], object]) -> None:
     """Turn the forked process into the server; never returns."""
     code = 1
     try:
-        os.setsid()
-        output = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        processes.lead_session(Path(request["log"]))
         os.chdir(Path(request["log"]).parent)
         os.environ.clear()
         os.environ.update(request["env"])

@@ -66,6 +66,14 @@ def end(leader: int, polite_s: float) -> None:
         )
 
 
+def lead_session(log: Path) -> None:
+    """Make this forked process the leader of a session of its own, and ``log`` the file of its output."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+
 def guard(leader: int) -> subprocess.Popen[bytes]:
     """Start a process that ends the leader's family when this process is gone, however it ended.
 

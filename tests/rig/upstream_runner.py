@@ -96,10 +96,7 @@ def _become_pytest(name: str, record: Path, log: Path) -> None:
     """Turn the forked process into pytest; never returns."""
     code = 3
     try:
-        os.setsid()
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        processes.lead_session(log)
         import pytest
 
         file, _, word = name.partition("::")

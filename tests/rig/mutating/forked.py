@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rig import processes
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -19,10 +21,7 @@ def run(
     """Turn this process into pytest on a mutant of ``module``; never returns."""
     code = 3
     try:
-        os.setsid()
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        processes.lead_session(Path(log))
         os.chdir(cwd)
         os.environ.update(env)
         sys.argv = ["pytest", *arguments]
