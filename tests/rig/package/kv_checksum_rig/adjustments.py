@@ -17,7 +17,13 @@ import os
 from types import ModuleType
 from typing import Any
 
-from kv_checksum_rig import hybrid_adjustments, loads, offload_adjustments, tables
+from kv_checksum_rig import (
+    hybrid_adjustments,
+    interpreter,
+    loads,
+    offload_adjustments,
+    tables,
+)
 from kv_checksum_rig.on_import import on_import
 
 NIXL_PROGRESS_DELAY_US = 1000
@@ -33,6 +39,7 @@ def apply() -> None:
     loads.apply()
     offload_adjustments.apply()
     hybrid_adjustments.apply()
+    on_import("triton.runtime.interpreter", interpreter.apply)
     on_import("vllm.platforms.cpu", async_scheduling)
     on_import("torch.cpu", no_amx)
     on_import(
