@@ -34,6 +34,8 @@ HOST = "127.0.0.1"
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
+    # With several TP ranks each would compile the embedding's mask in its first step: 4 s of CPU.
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
