@@ -32,7 +32,7 @@ FAULTS = {
 }
 
 
-MANY = ("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", "32")
+MANY = ("--kv-cache-memory-bytes", str(192 << 20), "--max-num-seqs", "32")
 """For many requests at once, and KV that waits to be pulled."""
 
 

@@ -1,8 +1,7 @@
 """Test that a refusal by fail-closed ends the process: `vllm serve` returns in seconds, and says why.
 
-All at the same time. What the configuration tells is refused by plain `vllm serve`,
-nothing of it forked; what the KV cache groups tell, by servers forked from one process
-that imported vLLM (rig only).
+All at the same time. One of those that the configuration refuses is plain `vllm serve`,
+nothing of it forked; the others are forked from one process that imported vLLM (rig only).
 """
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ def servers_of_every_refusal(store, forks):
             model=tiny_qwen3(),
             connector=connector,
             transfer={**CLOSED, "kv_connector_extra_config": extra},
+            fork_server=None if name == "multi" else forks,
         )
     for processes in "01":
         yield store.instance(
