@@ -13,23 +13,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vllm
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm.v1.worker.utils import AttentionGroup
 
-from .rig import compressed
+from .rig import compressed, model_writers
 from .rig.writers import allocate
-from .test_writers import BLOCK, Sums, needs_triton, written_bytes
+from .test_writers import BLOCK, Sums, needs_triton, old_vllm, written_bytes
 
-old_vllm = pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="vLLM 0.32.0 lacks these models"
-)
 pytestmark = [needs_triton, old_vllm]
 
 CASES = [
     pytest.param(writer, layout, id=f"{writer.label}-{layout.name}")
-    for writer in compressed.WRITERS
+    for writer in [*compressed.WRITERS, *model_writers.COMPRESSED]
     for layout in writer.layouts
 ]
 

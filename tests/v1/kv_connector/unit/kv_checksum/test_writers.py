@@ -22,12 +22,16 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 
 from .rig import caches as u
-from .rig import compressed
+from .rig import compressed, model_writers
 from .rig.writers import MLA, WRITERS, allocate
 
 needs_triton = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="runs vLLM's Triton writers: set TRITON_INTERPRET=1",
+)
+
+old_vllm = pytest.mark.skipif(
+    vllm.__version__.startswith("0.32"), reason="vLLM 0.32.0 lacks these models"
 )
 
 BLOCK = 1
@@ -110,9 +114,13 @@ CASES = [
         writer,
         layout,
         id=f"{writer.label}-{layout.name}",
-        marks=[needs_triton] if writer.seen != "CPU" else [],
+        marks=marks if writer.seen != "CPU" else [],
     )
-    for writer in WRITERS
+    for writers, marks in (
+        (WRITERS, [needs_triton]),
+        (model_writers.WRITERS, [needs_triton, old_vllm]),
+    )
+    for writer in writers
     for layout in writer.layouts
 ]
 
@@ -139,7 +147,10 @@ def listed():
 
 def test_every_layout_that_is_covered_has_a_writer():
     beside = [w for w in compressed.WRITERS if w.spec.tokens_per_state == 1]
-    seen = {(writer.backend, writer.cells) for writer in [*WRITERS, *beside]}
+    seen = {
+        (writer.backend, writer.cells)
+        for writer in [*WRITERS, *model_writers.WRITERS, *beside]
+    }
     inherit = {
         (path, cells)
         for path, cells in listed() - seen

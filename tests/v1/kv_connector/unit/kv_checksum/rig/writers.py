@@ -11,7 +11,7 @@ hands over, the twin's stores, and not the operator itself.
 
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -214,10 +214,12 @@ def write_attention(path, cells, cache, slots, key, value, **attributes):
     """Write tokens through a backend's own `do_kv_cache_update`.
 
     Args:
+        path: the backend, or its class.
         attributes: what differs from `attributes_of`.
 
     """
-    cls = loaded(path).get_impl_cls()
+    backend = loaded(path) if isinstance(path, str) else path
+    cls = backend.get_impl_cls()
     self = object.__new__(cls)
     vars(self).update(attributes_of(cells) | attributes)
     if self._is_per_token_head_quant:
@@ -226,11 +228,11 @@ def write_attention(path, cells, cache, slots, key, value, **attributes):
         self._ensure_scale_caches(cache)
         cache.copy_(kept)
     name = "reshape_and_cache_flash"
-    with (
-        like_a_gpu(),
-        patch.object(torch.ops._C_cache_ops, name, twin, create=True),
-        patch.object(sys.modules[cls.__module__], name, twin, create=True),
-    ):
+    with like_a_gpu(), ExitStack() as stack:
+        defining = [c for c in cls.__mro__ if "do_kv_cache_update" in vars(c)]
+        modules = {sys.modules[c.__module__] for c in defining}
+        for module in (torch.ops._C_cache_ops, *modules):
+            stack.enter_context(patch.object(module, name, twin, create=True))
         cls.do_kv_cache_update(self, layer(), key, value, cache, slots)
 
 
