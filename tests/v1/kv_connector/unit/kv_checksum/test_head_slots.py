@@ -47,7 +47,6 @@ def spec_of(path, cells, tp):
 
 def layer_format(path, cache):
     """Return what the feature finds of a layer whose backend has this path."""
-
     load = model_class if path.startswith("vllm.models.") else loaded
 
     class Layer:

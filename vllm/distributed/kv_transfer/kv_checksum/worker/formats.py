@@ -181,6 +181,14 @@ COMPRESSED: Mapping[str, frozenset[str]] = {
 """Likewise `BACKENDS`, for caches whose states cover several tokens each."""
 
 
+POOLED: Mapping[str, frozenset[str]] = {
+    _V1 + "flash_attn.FlashAttentionBackend": _ROWS,
+    _V1 + "triton_attn.TritonAttentionBackend": _ROWS,
+}
+"""Likewise `BACKENDS`, of what vLLM derives for Whisper's causal encoder, where each
+token stands for several states."""
+
+
 @dataclass(frozen=True)
 class RingFormat:
     """How a backend keeps rings.
@@ -217,11 +225,17 @@ _SUBCLASS_MAY_SET = {"get_builder_cls"}
 chunked-local attention and for attention sinks."""
 
 
+_POOLING = "vllm.v1.attention.backend.WhisperCausalAttentionWithBlockPooling_"
+"""What vLLM calls a subclass that expands a token's slot to those of its states, and
+leaves the writing to its base."""
+
+
 def backend_class(backend: type) -> type:
     """Return the class that decides how `backend` fills blocks: itself, or a base."""
     while True:
         own = {key for key in vars(backend) if not key.startswith(("__", "_abc_"))}
-        if not own <= _SUBCLASS_MAY_SET or backend.__base__ in (None, object):
+        same = own <= _SUBCLASS_MAY_SET or _path(backend).startswith(_POOLING)
+        if not same or backend.__base__ in (None, object):
             return backend
         backend = backend.__base__  # type: ignore[assignment]
 
@@ -264,6 +278,7 @@ def layer_format(
     if backend not in {*BACKENDS, *COMPRESSED, *RINGS}:
         reason = f"{backend} was not seen writing its cache"
         return LayerFormat(backend, unknown=reason, head_slots=slots)
+    pooled = _path(named).startswith(_POOLING)
     kind, ring = _KINDS.get(backend), RINGS.get(backend)
     order, unknown = None, indexer_problem(layer, kind)
     if backend in _KV_PLANES:
@@ -279,7 +294,7 @@ def layer_format(
         order,
         cache_dtype_of(layer, asked, kind),
         unknown,
-        COMPRESSED.get(backend, frozenset()),
+        (POOLED if pooled else COMPRESSED).get(backend, frozenset()),
         kind,
         1 if ring is not None or backend == _SUMMARIES else None,
         None if ring is None else _ring_group(layer, ring),

@@ -9,7 +9,7 @@ stores through vLLM's Triton twin of such operators (`pinned`): what is shown ar
 caches and slots that the model hands over.
 """
 
-from . import deepseek_v4, minimax_m3, qwen4, step5
+from . import deepseek_v4, minimax_m3, qwen4, step5, whisper
 
 WRITERS = [
     *deepseek_v4.WRITERS,
@@ -21,3 +21,6 @@ WRITERS = [
 
 COMPRESSED = qwen4.COMPRESSED
 """Likewise, of `formats.COMPRESSED`."""
+
+POOLED = whisper.WRITERS
+"""Likewise, of `formats.POOLED`."""
