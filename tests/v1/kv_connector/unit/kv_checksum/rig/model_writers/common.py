@@ -11,7 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..compressed import bare_module
-from ..writers import HEADS, Writer, drawn, full, write_attention
+from ..writers import HEADS, Writer, drawn, full, installed, write_attention
 
 QWEN4 = "vllm.models.qwen4_exp."
 LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLNHC)
@@ -21,12 +21,28 @@ class Written(Exception):
     """Raised by a stand-in once it has stored, to leave a model's forward."""
 
 
+_MISSING = (
+    "torchvision",
+    "torchvision.io",
+    "torchvision.transforms",
+    "torchvision.transforms.v2",
+)
+"""Packages that models import for their images."""
+
+
+def model_module(path):
+    """Return a module of a model, without what its package or its images need."""
+    with installed(*_MISSING):
+        if path.startswith(QWEN4):
+            # These modules import one another, and this one comes first.
+            import_module(path.rpartition(".")[0] + ".model")
+        return bare_module(path)
+
+
 def model_class(path):
-    """Return a class of a model whose modules import one another."""
+    """Return a class of a model."""
     module, _, name = path.rpartition(".")
-    if path.startswith(QWEN4):
-        import_module(module.rpartition(".")[0] + ".model")
-    return getattr(bare_module(module), name)
+    return getattr(model_module(module), name)
 
 
 @dataclass

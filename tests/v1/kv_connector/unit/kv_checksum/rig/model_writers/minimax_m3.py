@@ -13,9 +13,9 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
-from ..compressed import bare_module
+from ..compressed import integer_masks
 from ..writers import CACHE_DTYPES, HEADS, ROWS, SCALE, drawn, full, like_a_gpu, twin
-from .common import ModelWriter, Written, norm, weight
+from .common import ModelWriter, Written, model_module, norm, weight
 
 MINIMAX = "vllm.models.minimax_m3."
 MINIMAX_DIM = 128
@@ -44,7 +44,7 @@ def store_minimax(signature, *args, **kwargs):
 
 def minimax_forward(cells, cache, slots, index_cache, index_slots):
     """Write tokens through the forward of MiniMax-M3's sparse attention layer."""
-    model = bare_module(MINIMAX + "nvidia.model")
+    model = model_module(MINIMAX + "nvidia.model")
     tokens = len(slots)
     projected = drawn(slots, (2 + 2 * HEADS + HEADS + 1) * MINIMAX_DIM)
     owner = SimpleNamespace(
@@ -138,9 +138,10 @@ def minimax_amd_index(dtype=torch.bfloat16):
     """Return the kernel of AMD's model as the writer of the indexer's keys."""
 
     def write(cache, slots):
-        module = bare_module(MINIMAX + "amd.ops.sparse_pa")
+        module = model_module(MINIMAX + "amd.ops.sparse_pa")
         keys = drawn(slots, MINIMAX_DIM)
-        module.minimax_m3_insert_index_cache(keys, cache.squeeze(1), slots)
+        with integer_masks():
+            module.minimax_m3_insert_index_cache(keys, cache.squeeze(1), slots)
 
     return replace(
         minimax_index(dtype),

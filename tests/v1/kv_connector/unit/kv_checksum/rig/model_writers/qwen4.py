@@ -78,7 +78,7 @@ def qsa_fused(vendor, cells):
         write,
         "interpreter",
         layouts=LAYOUTS,
-        extra="fused",
+        extra=f"{vendor}-fused",
     )
 
 
@@ -110,7 +110,8 @@ def qsa_keys(vendor, dtype):
 def qsa(vendor, *kinds):
     path = f"{QWEN4}{vendor}.qsa.Qwen4ExpQSAFlashAttentionBackend"
     for cells in kinds:
-        yield inherited(path, cells, octave_fmt=None)
+        method = inherited(path, cells, octave_fmt=None)
+        yield replace(method, extra=f"{vendor}-{method.extra}")
         yield qsa_fused(vendor, cells)
 
 

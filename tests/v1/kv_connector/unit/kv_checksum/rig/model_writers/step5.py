@@ -14,7 +14,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..compressed import STEP5, bare_module, integer_masks
+from ..compressed import STEP5, integer_masks
 from ..writers import CACHE_DTYPES, HEADS, ROWS, drawn, full, layer, like_a_gpu, twin
 from .common import (
     LAYOUTS,
@@ -22,6 +22,7 @@ from .common import (
     Written,
     inherited,
     model_class,
+    model_module,
     norm,
     weight,
 )
@@ -115,7 +116,7 @@ def step5_forward(impl_class, cells, cache, slots, verify):
             kernel prepares everything.
 
     """
-    model = bare_module(STEP5 + "model")
+    model = model_module(STEP5 + "model")
     impl = object.__new__(impl_class)
     impl.head_size, impl.num_speculative_tokens, impl.summary_cache = DIM, 1, None
     tokens = len(slots)

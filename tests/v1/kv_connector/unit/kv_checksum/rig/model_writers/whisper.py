@@ -31,6 +31,7 @@ def expanded(backend, base, slots):
     """Return the slots of states that vLLM's builder makes of those of tokens."""
     tokens = len(slots)
     builder = object.__new__(backend.get_builder_cls())
+    builder._pool_buffers_ready = False
     limits = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
     builder.vllm_config = SimpleNamespace(scheduler_config=limits)
     common = SimpleNamespace(
