@@ -224,17 +224,26 @@ _SUBCLASS_MAY_SET = {"get_builder_cls"}
 """A subclass that sets nothing else writes what its base writes: vLLM makes such for
 chunked-local attention and for attention sinks."""
 
+_POOLING = "WhisperCausalAttentionWithBlockPooling_"
 
-_POOLING = "vllm.v1.attention.backend.WhisperCausalAttentionWithBlockPooling_"
-"""What vLLM calls a subclass that expands a token's slot to those of its states, and
-leaves the writing to its base."""
+
+def pools_tokens(backend: type) -> bool:
+    """Return whether vLLM derived a backend for Whisper's causal encoder.
+
+    Such a class expands a token's slot to those of its states, and leaves the writing
+    to its base.
+    """
+    if not backend.__name__.startswith(_POOLING):
+        return False
+    impl = backend.get_impl_cls()  # type: ignore[attr-defined]
+    return impl.__module__ == "vllm.model_executor.models.whisper_causal"
 
 
 def backend_class(backend: type) -> type:
     """Return the class that decides how `backend` fills blocks: itself, or a base."""
     while True:
         own = {key for key in vars(backend) if not key.startswith(("__", "_abc_"))}
-        same = own <= _SUBCLASS_MAY_SET or _path(backend).startswith(_POOLING)
+        same = own <= _SUBCLASS_MAY_SET or pools_tokens(backend)
         if not same or backend.__base__ in (None, object):
             return backend
         backend = backend.__base__  # type: ignore[assignment]
@@ -278,7 +287,6 @@ def layer_format(
     if backend not in {*BACKENDS, *COMPRESSED, *RINGS}:
         reason = f"{backend} was not seen writing its cache"
         return LayerFormat(backend, unknown=reason, head_slots=slots)
-    pooled = _path(named).startswith(_POOLING)
     kind, ring = _KINDS.get(backend), RINGS.get(backend)
     order, unknown = None, indexer_problem(layer, kind)
     if backend in _KV_PLANES:
@@ -294,7 +302,7 @@ def layer_format(
         order,
         cache_dtype_of(layer, asked, kind),
         unknown,
-        (POOLED if pooled else COMPRESSED).get(backend, frozenset()),
+        (POOLED if pools_tokens(named) else COMPRESSED).get(backend, frozenset()),
         kind,
         1 if ring is not None or backend == _SUMMARIES else None,
         None if ring is None else _ring_group(layer, ring),
