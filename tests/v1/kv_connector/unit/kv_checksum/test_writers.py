@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumScheduled,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .rig import caches as u
 from .rig import compressed, model_writers
@@ -39,7 +40,7 @@ BLOCK = 1
 
 def written_bytes(writer, layout, *slots):
     """Return offsets within the block of the bytes that writing `slots` leaves."""
-    cache, raw = allocate(writer.spec, 3, layout)
+    cache, raw = allocate(writer.spec, 3, layout, gap=writer.gap)
     results = []
     for before in (0, 255):
         raw.fill_(before)
@@ -77,10 +78,10 @@ class Sums:
     """
 
     def __init__(self, writer, layout, step=1, bound=None):
-        page = writer.spec.page_size_bytes
+        page = writer.spec.page_size_bytes + writer.gap
         self.changed = range(0, page, step)
         number = len(self.changed)
-        cache, raw = allocate(writer.spec, number + 1, layout)
+        cache, raw = allocate(writer.spec, number + 1, layout, gap=writer.gap)
         raw[:] = torch.randint(
             0, 256, (page,), generator=torch.Generator().manual_seed(0)
         ).to(torch.uint8)
@@ -137,6 +138,21 @@ def test_a_tokens_sum_is_of_the_bytes_that_its_writer_leaves(writer, layout):
         assert sums(slot) <= sums(slot + 1)
         assert added and added == written_bytes(writer, layout, slot), slot
     assert sums(size) == written_bytes(writer, layout, *range(size))
+
+
+@old_vllm
+@needs_triton
+def test_an_indexer_is_skipped_where_its_writer_misses_the_block():
+    """MiniMax-M3's operator takes blocks for dense ones, and others share theirs."""
+    writer = model_writers.minimax_m3.minimax_index()
+    for gap, missed in ((0, False), (256, True)):
+        cache, raw = allocate(writer.spec, 3, KVCacheLayout.BLHNC, gap=gap)
+        raw.fill_(255)
+        writer.write(cache, torch.tensor([cache.shape[2] + 1]))
+        block = raw[BLOCK, : writer.spec.page_size_bytes].view(cache.shape[2], -1)
+        assert torch.all(block[1] == 255) == missed
+        found = formats.layer_format(None, "layer", layer_of(writer), cache)
+        assert (found.unknown is not None) == missed
 
 
 def listed():

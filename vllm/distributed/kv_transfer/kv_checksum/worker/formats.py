@@ -85,6 +85,7 @@ _MLA = _V1 + "mla."
 _V4, _V41 = "vllm.models.deepseek_v4.", "vllm.models.deepseek_v41."
 _MINIMAX, _QWEN4 = "vllm.models.minimax_m3.", "vllm.models.qwen4_exp."
 _STEP5 = "vllm.models.step5.nvidia."
+_INDEX_KEYS = _MINIMAX + "common.indexer.MiniMaxM3IndexerBackend"
 
 BACKENDS: Mapping[str, frozenset[str]] = {
     _V1 + "b12x.B12xPagedAttentionBackend": _ROWS,
@@ -132,7 +133,7 @@ BACKENDS: Mapping[str, frozenset[str]] = {
         {"FP8_DS_MLA", "NVFP4_DS_MLA"}
     ),
     _V41 + "nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": _ROWS,
-    _MINIMAX + "common.indexer.MiniMaxM3IndexerBackend": _PLAIN,
+    _INDEX_KEYS: _PLAIN,
     _MINIMAX + "common.sparse_attention.MiniMaxM3SparseBackend": _ROWS,
     _QWEN4 + "amd.qsa.Qwen4ExpQSAFlashAttentionBackend": _PLAIN,
     _QWEN4 + "nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend": _ROWS,
@@ -293,6 +294,9 @@ def layer_format(
         order = TokenOrder.KV_PLANES
     if backend.endswith(".CPUAttentionBackend"):
         order, unknown = cpu_order(vllm_config, layer, cache)
+    if backend == _INDEX_KEYS and cache.stride(0) != cache[0].numel():
+        # NVIDIA's writer takes a slot's place to be its number times a key's size.
+        unknown = f"{backend} was not seen writing blocks that lie apart"
     asked = getattr(layer, "kv_cache_dtype", None)
     if asked is not None and asked not in _CACHE_DTYPES:
         unknown = f"cache dtype {asked!r} is not known"

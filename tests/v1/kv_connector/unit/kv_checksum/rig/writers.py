@@ -55,6 +55,8 @@ class Writer:
         isa: variant of CPU attention.
         needs: what the CPU must have, as `torch.cpu.get_capabilities` calls it.
         layouts: memory layouts that the backend takes.
+        extra: what tells it from others of one backend, in the test's name.
+        gap: bytes between blocks, where a model's layers share each block.
 
     """
 
@@ -67,6 +69,7 @@ class Writer:
     needs: str | None = None
     layouts: tuple[KVCacheLayout, ...] = (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
     extra: str = field(default="", kw_only=True)
+    gap: int = field(default=0, kw_only=True)
 
     @property
     def backend_class(self) -> type:
@@ -78,9 +81,12 @@ class Writer:
         return "-".join([self.backend.rpartition(".")[2], self.cells, *more])
 
 
-def allocate(spec, num_blocks, layout, kernel_block_size=None):
-    """Return a new cache as vLLM views it, and its bytes ``(blocks, page bytes)``."""
-    page = spec.page_size_bytes
+def allocate(spec, num_blocks, layout, kernel_block_size=None, gap=0):
+    """Return a new cache as vLLM views it, and its bytes ``(blocks, bytes)``.
+
+    Each block is a page and a gap behind it.
+    """
+    page = spec.page_size_bytes + gap
     raw = torch.zeros(num_blocks * page, dtype=torch.int8)
     place = KVCacheTensor(raw.numel(), ["layer"], raw.numel(), page)
     (cache,) = create_kv_cache_views(

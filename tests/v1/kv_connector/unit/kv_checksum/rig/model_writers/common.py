@@ -14,6 +14,9 @@ from ..compressed import bare_module
 from ..writers import HEADS, Writer, drawn, full, installed, write_attention
 
 QWEN4 = "vllm.models.qwen4_exp."
+GAP = 256
+"""Bytes between blocks: these models' layers share each block with others."""
+
 LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLNHC)
 
 
@@ -73,5 +76,12 @@ def inherited(path, cells, **attributes):
         write_attention(model_class(path), cells, cache, slots, key, -key, **attributes)
 
     return ModelWriter(
-        path, cells, full(cells), write, "pinned", layouts=LAYOUTS, extra="inherited"
+        path,
+        cells,
+        full(cells),
+        write,
+        "pinned",
+        layouts=LAYOUTS,
+        extra="inherited",
+        gap=GAP,
     )

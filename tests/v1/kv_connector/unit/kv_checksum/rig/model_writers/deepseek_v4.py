@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowMLASpec, get_kv_quant_mode
 
 from ..compressed import PLAIN, V4, V41
 from ..writers import MLA, Writer, drawn
+from .common import GAP
 
 OPERATOR = "fused_deepseek_v4_qnorm_rope_kv_rope_full_cache_{}_insert"
 
@@ -69,7 +70,12 @@ def window(dtype, cells):
             )
 
     return Writer(
-        MLA + "sparse_swa.DeepseekSparseSWABackend", cells, spec, write, "pinned"
+        MLA + "sparse_swa.DeepseekSparseSWABackend",
+        cells,
+        spec,
+        write,
+        "pinned",
+        gap=GAP,
     )
 
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
 from ..compressed import integer_masks
 from ..writers import CACHE_DTYPES, HEADS, ROWS, SCALE, drawn, full, like_a_gpu, twin
-from .common import ModelWriter, Written, model_module, norm, weight
+from .common import GAP, ModelWriter, Written, model_module, norm, weight
 
 MINIMAX = "vllm.models.minimax_m3."
 MINIMAX_DIM = 128
@@ -113,6 +113,7 @@ def minimax(cells):
         replace(full(cells, head_size=MINIMAX_DIM), block_size=4),
         write,
         "pinned",
+        gap=GAP,
     )
 
 

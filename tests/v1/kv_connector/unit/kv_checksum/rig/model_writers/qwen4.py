@@ -10,7 +10,7 @@ import torch
 from .. import compressed
 from ..compressed import integer_masks
 from ..writers import ROWS, drawn, full
-from .common import LAYOUTS, QWEN4, ModelWriter, inherited, weight
+from .common import GAP, LAYOUTS, QWEN4, ModelWriter, inherited, weight
 
 
 def as_fp8(cache):
@@ -79,6 +79,7 @@ def qsa_fused(vendor, cells):
         "interpreter",
         layouts=LAYOUTS,
         extra=f"{vendor}-fused",
+        gap=GAP,
     )
 
 
@@ -104,7 +105,8 @@ def qsa_keys(vendor, dtype):
             query_start_loc=torch.arange(0, n * ratio + 1, ratio, dtype=torch.int32),
         )
 
-    return replace(unfused, write=write, extra=f"{vendor}-{unfused.extra}")
+    extra = f"{vendor}-{unfused.extra}"
+    return replace(unfused, write=write, extra=extra, gap=GAP)
 
 
 def qsa(vendor, *kinds):

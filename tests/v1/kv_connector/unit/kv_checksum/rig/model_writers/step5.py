@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from ..compressed import STEP5, integer_masks
 from ..writers import CACHE_DTYPES, HEADS, ROWS, drawn, full, layer, like_a_gpu, twin
 from .common import (
+    GAP,
     LAYOUTS,
     ModelWriter,
     Written,
@@ -169,6 +170,7 @@ def step5(name, cells, verify=None):
         "interpreter" if verify else "pinned",
         layouts=layouts,
         extra="verify" if verify else "forward",
+        gap=GAP,
     )
 
 
