@@ -13,23 +13,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vllm
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm.v1.worker.utils import AttentionGroup
 
-from .rig import compressed
+from .rig import compressed, model_writers
 from .rig.writers import allocate
-from .test_writers import BLOCK, Sums, needs_triton, written_bytes
+from .test_writers import BLOCK, Sums, needs_triton, old_vllm, written_bytes
 
-old_vllm = pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="vLLM 0.32.0 lacks these models"
-)
 pytestmark = [needs_triton, old_vllm]
 
 CASES = [
     pytest.param(writer, layout, id=f"{writer.label}-{layout.name}")
-    for writer in compressed.WRITERS
+    for writer in [*compressed.WRITERS, *model_writers.COMPRESSED]
     for layout in writer.layouts
 ]
 
@@ -51,6 +47,26 @@ def test_a_states_sum_is_of_the_bytes_that_its_writer_leaves(writer, layout):
         assert at and sums((slot + 1) * ratio) - before == at
         assert before <= sums((slot + 1) * ratio)
     assert sums(states * ratio) == left_by(*range(states))
+
+
+POOLED = [
+    pytest.param(writer, layout, id=f"{writer.label}-{layout.name}")
+    for writer in model_writers.POOLED
+    for layout in writer.layouts
+]
+
+
+@pytest.mark.parametrize(("writer", "layout"), POOLED)
+def test_a_tokens_sum_is_of_all_its_states(writer, layout):
+    """Of Whisper's causal encoder; the slots are those that vLLM's builder makes."""
+    size = writer.spec.block_size
+    sums = functools.cache(Sums(writer, layout).bytes_of)
+    assert sums(0) == set()
+    for token in (0, 1, size - 1):
+        added = sums(token + 1) - sums(token)
+        assert added and added == written_bytes(writer, layout, token)
+        assert sums(token) <= sums(token + 1)
+    assert sums(size) == written_bytes(writer, layout, *range(size))
 
 
 SPLIT = [
@@ -94,10 +110,10 @@ def test_kernel_blocks_of_a_packed_cache_are_read_one_by_one(writer):
 
 
 def test_every_compressed_layout_that_is_covered_has_a_writer():
-    seen = {
-        (w.backend, w.cells) for w in compressed.WRITERS if w.spec.tokens_per_state != 1
-    }
-    listed = {
-        (path, cells) for path, kinds in formats.COMPRESSED.items() for cells in kinds
-    }
-    assert seen == listed
+    compressing = [w for w in compressed.WRITERS if w.spec.tokens_per_state != 1]
+    for writers, listed in (
+        (compressing, formats.COMPRESSED),
+        (model_writers.POOLED, formats.POOLED),
+    ):
+        seen = {(w.backend, w.cells) for w in writers}
+        assert seen == {(path, c) for path, kinds in listed.items() for c in kinds}

@@ -25,7 +25,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, KVQuant
 
 from .rig import caches as u
 from .rig import writers
+from .rig.model_writers.common import model_class
 from .rig.writers import V1, allocate, loaded
+from .test_writers import old_vllm
 
 HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 32, 64
 (NAME,) = u.names(3)
@@ -45,10 +47,11 @@ def spec_of(path, cells, tp):
 
 def layer_format(path, cache):
     """Return what the feature finds of a layer whose backend has this path."""
+    load = model_class if path.startswith("vllm.models.") else loaded
 
     class Layer:
         def get_attn_backend(self):
-            return loaded(path)
+            return load(path)
 
     return formats.layer_format(None, NAME, Layer(), cache)
 
@@ -175,6 +178,19 @@ def test_shuffled_planes_of_aiter_are_skipped_by_name(monkeypatch):
     assert spec.num_head_slots == 2
     reason = reason_of(path, spec)
     assert path in reason and "tiles" in reason
+
+
+@old_vllm
+def test_tiled_planes_of_minimax_are_skipped_by_name():
+    """Its backend sets nothing but a metadata builder; the layer asks for the slots."""
+    path = (
+        "vllm.models.minimax_m3.amd.sparse_attention_msa.MiniMaxM3SparseAiterPABackend"
+    )
+    dense = spec_of(FLASH, "NONE", 1)
+    content = HEADS * HEAD_SIZE * dense.dtype.itemsize
+    spec = replace(dense, num_head_slots=2, state_content_bytes=content)
+    reason = reason_of(path, spec)
+    assert "MiniMaxM3SparseBackend" in reason and "tiles" in reason
 
 
 def test_nvfp4_slots_of_flashinfer_are_skipped_by_name():

@@ -89,19 +89,20 @@ def test_loads_verify_and_one_bit_of_any_covered_group_is_a_mismatch(
     assert side.d.loads(outcome) == 1, stats
     compared = [b for b in blocks if b.group_id in side.covered]
     assert stats.get("blocks_compared", 0) == len(compared)
-    for group_id in sorted(side.covered):
+    layers = [(i, n) for i in sorted(side.covered) for n in side.d.layers_of(i)]
+    for group_id, layer in layers:
         struck = []
 
-        def flip(d, blocks, group_id=group_id, struck=struck):
+        def flip(d, blocks, group_id=group_id, layer=layer, struck=struck):
             first = next(
                 b for b in blocks if b.group_id == group_id and side.is_full(b)
             )
             struck.append(first)
-            assert d.flip(first, side.count % 7 / 7)
+            assert d.flip(first, side.count % 7 / 7, layer)
 
         log.clear()
         _, stats = side.load(flip)
-        assert side.d.loads("mismatch") == stats["blocks_mismatched"] == 1, group_id
+        assert side.d.loads("mismatch") == stats["blocks_mismatched"] == 1, layer
         (said,) = (line for line in log if "KV checksum mismatch" in line)
         assert f"group {group_id}: 1 of " in said
         assert f"position {struck[0].position} sent" in said

@@ -20,9 +20,10 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumScheduled,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .rig import caches as u
-from .rig import compressed
+from .rig import compressed, model_writers
 from .rig.writers import MLA, WRITERS, allocate
 
 needs_triton = pytest.mark.skipif(
@@ -30,12 +31,16 @@ needs_triton = pytest.mark.skipif(
     reason="runs vLLM's Triton writers: set TRITON_INTERPRET=1",
 )
 
+old_vllm = pytest.mark.skipif(
+    vllm.__version__.startswith("0.32"), reason="vLLM 0.32.0 lacks these models"
+)
+
 BLOCK = 1
 
 
 def written_bytes(writer, layout, *slots):
     """Return offsets within the block of the bytes that writing `slots` leaves."""
-    cache, raw = allocate(writer.spec, 3, layout)
+    cache, raw = allocate(writer.spec, 3, layout, gap=writer.gap)
     results = []
     for before in (0, 255):
         raw.fill_(before)
@@ -73,10 +78,10 @@ class Sums:
     """
 
     def __init__(self, writer, layout, step=1, bound=None):
-        page = writer.spec.page_size_bytes
+        page = writer.spec.page_size_bytes + writer.gap
         self.changed = range(0, page, step)
         number = len(self.changed)
-        cache, raw = allocate(writer.spec, number + 1, layout)
+        cache, raw = allocate(writer.spec, number + 1, layout, gap=writer.gap)
         raw[:] = torch.randint(
             0, 256, (page,), generator=torch.Generator().manual_seed(0)
         ).to(torch.uint8)
@@ -110,9 +115,13 @@ CASES = [
         writer,
         layout,
         id=f"{writer.label}-{layout.name}",
-        marks=[needs_triton] if writer.seen != "CPU" else [],
+        marks=marks if writer.seen != "CPU" else [],
     )
-    for writer in WRITERS
+    for writers, marks in (
+        (WRITERS, [needs_triton]),
+        (model_writers.WRITERS, [needs_triton, old_vllm]),
+    )
+    for writer in writers
     for layout in writer.layouts
 ]
 
@@ -131,6 +140,21 @@ def test_a_tokens_sum_is_of_the_bytes_that_its_writer_leaves(writer, layout):
     assert sums(size) == written_bytes(writer, layout, *range(size))
 
 
+@old_vllm
+@needs_triton
+def test_an_indexer_is_skipped_where_its_writer_misses_the_block():
+    """MiniMax-M3's operator takes blocks for dense ones, and others share theirs."""
+    writer = model_writers.minimax_m3.minimax_index()
+    for gap, missed in ((0, False), (256, True)):
+        cache, raw = allocate(writer.spec, 3, KVCacheLayout.BLHNC, gap=gap)
+        raw.fill_(255)
+        writer.write(cache, torch.tensor([cache.shape[2] + 1]))
+        block = raw[BLOCK, : writer.spec.page_size_bytes].view(cache.shape[2], -1)
+        assert torch.all(block[1] == 255) == missed
+        found = formats.layer_format(None, "layer", layer_of(writer), cache)
+        assert (found.unknown is not None) == missed
+
+
 def listed():
     return {
         (path, cells) for path, kinds in formats.BACKENDS.items() for cells in kinds
@@ -139,7 +163,10 @@ def listed():
 
 def test_every_layout_that_is_covered_has_a_writer():
     beside = [w for w in compressed.WRITERS if w.spec.tokens_per_state == 1]
-    seen = {(writer.backend, writer.cells) for writer in [*WRITERS, *beside]}
+    seen = {
+        (writer.backend, writer.cells)
+        for writer in [*WRITERS, *model_writers.WRITERS, *beside]
+    }
     inherit = {
         (path, cells)
         for path, cells in listed() - seen

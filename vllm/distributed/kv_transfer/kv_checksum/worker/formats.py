@@ -83,6 +83,9 @@ _LATENTS = _ROWS | {"FP8_DS_MLA"}
 _V1 = "vllm.v1.attention.backends."
 _MLA = _V1 + "mla."
 _V4, _V41 = "vllm.models.deepseek_v4.", "vllm.models.deepseek_v41."
+_MINIMAX, _QWEN4 = "vllm.models.minimax_m3.", "vllm.models.qwen4_exp."
+_STEP5 = "vllm.models.step5.nvidia."
+_INDEX_KEYS = _MINIMAX + "common.indexer.MiniMaxM3IndexerBackend"
 
 BACKENDS: Mapping[str, frozenset[str]] = {
     _V1 + "b12x.B12xPagedAttentionBackend": _ROWS,
@@ -118,7 +121,7 @@ BACKENDS: Mapping[str, frozenset[str]] = {
     _MLA + "triton_mla.TritonMLABackend": _ROWS,
     _MLA + "xpu_mla_sparse.XPUMLASparseBackend": _PLAIN,
     _MLA + "indexer.DeepseekV32IndexerBackend": frozenset({"INDEXER"}),
-    _MLA + "sparse_swa.DeepseekSparseSWABackend": frozenset({"FP8_DS_MLA"}),
+    _MLA + "sparse_swa.DeepseekSparseSWABackend": _LATENTS,
     _MLA + "indexer.DeepseekV41IndexerBackend": frozenset({"INDEXER"}),
     _V4 + "compressor.CompressorBackend": _PLAIN,
     _V4 + "nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": frozenset({"FP8_DS_MLA"}),
@@ -130,6 +133,12 @@ BACKENDS: Mapping[str, frozenset[str]] = {
         {"FP8_DS_MLA", "NVFP4_DS_MLA"}
     ),
     _V41 + "nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": _ROWS,
+    _INDEX_KEYS: _PLAIN,
+    _MINIMAX + "common.sparse_attention.MiniMaxM3SparseBackend": _ROWS,
+    _QWEN4 + "amd.qsa.Qwen4ExpQSAFlashAttentionBackend": _PLAIN,
+    _QWEN4 + "nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend": _ROWS,
+    _STEP5 + "sparse_attention.Step5DSAAttentionBackend": _ROWS,
+    _STEP5 + "sparse_attention.Step5SplitKVFlashAttentionBackend": _ROWS,
 }
 """By the class of the backend, the kinds of cells (`attention.kind_of_cells`) that were
 seen written. Packed cells of a kind have one format, whatever the backend."""
@@ -145,18 +154,19 @@ _HEAD_SLOTS: Mapping[str, str] = {
     _V1 + "flashinfer.FlashInferBackend": _NVFP4_SLOTS,
     _V1 + "rocm_aiter_fa.AiterFlashAttentionBackend": _TILED_PLANES,
     _V1 + "rocm_attn.RocmAttentionBackend": _TILED_PLANES,
-    "vllm.models.minimax_m3.amd.sparse_attention_msa."
-    "MiniMaxM3SparseAiterPABackend": _TILED_PLANES,
-    "vllm.models.minimax_m3.nvidia.sparse_attention_msa."
-    "MiniMaxM3SparseMSANvfp4Backend": _NVFP4_SLOTS,
+    _MINIMAX + "amd.sparse_attention_msa.MiniMaxM3SparseAiterPABackend": _TILED_PLANES,
+    _MINIMAX
+    + "nvidia.sparse_attention_msa.MiniMaxM3SparseMSANvfp4Backend": _NVFP4_SLOTS,
 }
 """By the class of the backend, why its head slots are not read."""
 
-_QSA = "vllm.models.qwen4_exp.common.qsa_cache.QSAStateBackend"
-_STEP5 = "vllm.models.step5.nvidia."
+_QSA = _QWEN4 + "common.qsa_cache.QSAStateBackend"
 _SUMMARIES = _STEP5 + "sparse_summary_cache.Step5SparseSummaryBackend"
 
 COMPRESSED: Mapping[str, frozenset[str]] = {
+    _V4 + "nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": frozenset(
+        {"FP8_DS_MLA"}
+    ),
     _V4 + "sparse_mla.DeepseekV4FlashMLABackend": frozenset({"FP8_DS_MLA"}),
     _V41 + "sparse_mla.DeepseekV4FlashMLABackend": frozenset({"FP8_DS_MLA"}),
     _V41 + "sparse_mla.FlashMLAMegaAttnBackend": frozenset(
@@ -170,6 +180,14 @@ COMPRESSED: Mapping[str, frozenset[str]] = {
     _SUMMARIES: frozenset({"SUMMARY"}),
 }
 """Likewise `BACKENDS`, for caches whose states cover several tokens each."""
+
+
+POOLED: Mapping[str, frozenset[str]] = {
+    _V1 + "flash_attn.FlashAttentionBackend": _ROWS,
+    _V1 + "triton_attn.TritonAttentionBackend": _ROWS,
+}
+"""Likewise `BACKENDS`, of what vLLM derives for Whisper's causal encoder, where each
+token stands for several states."""
 
 
 @dataclass(frozen=True)
@@ -207,14 +225,33 @@ _SUBCLASS_MAY_SET = {"get_builder_cls"}
 """A subclass that sets nothing else writes what its base writes: vLLM makes such for
 chunked-local attention and for attention sinks."""
 
+_POOLING = "WhisperCausalAttentionWithBlockPooling_"
+
+
+def pools_tokens(backend: type) -> bool:
+    """Return whether vLLM derived a backend for Whisper's causal encoder.
+
+    Such a class expands a token's slot to those of its states, and leaves the writing
+    to its base.
+    """
+    if not backend.__name__.startswith(_POOLING):
+        return False
+    impl = backend.get_impl_cls()  # type: ignore[attr-defined]
+    return impl.__module__ == "vllm.model_executor.models.whisper_causal"
+
 
 def backend_class(backend: type) -> type:
     """Return the class that decides how `backend` fills blocks: itself, or a base."""
     while True:
         own = {key for key in vars(backend) if not key.startswith(("__", "_abc_"))}
-        if not own <= _SUBCLASS_MAY_SET or backend.__base__ in (None, object):
+        same = own <= _SUBCLASS_MAY_SET or pools_tokens(backend)
+        if not same or backend.__base__ in (None, object):
             return backend
         backend = backend.__base__  # type: ignore[assignment]
+
+
+def _path(backend: type) -> str:
+    return f"{backend.__module__}.{backend.__qualname__}"
 
 
 def layer_formats(
@@ -245,9 +282,9 @@ def layer_format(
     """
     if layer is None or not hasattr(layer, "get_attn_backend"):
         return LayerFormat(unknown=f"{name!r} is no layer that names its backend")
-    found = backend_class(layer.get_attn_backend())
-    backend = f"{found.__module__}.{found.__qualname__}"
-    slots = _HEAD_SLOTS.get(backend)
+    named = layer.get_attn_backend()
+    backend = _path(backend_class(named))
+    slots = _HEAD_SLOTS.get(_path(named)) or _HEAD_SLOTS.get(backend)
     if backend not in {*BACKENDS, *COMPRESSED, *RINGS}:
         reason = f"{backend} was not seen writing its cache"
         return LayerFormat(backend, unknown=reason, head_slots=slots)
@@ -255,8 +292,11 @@ def layer_format(
     order, unknown = None, indexer_problem(layer, kind)
     if backend in _KV_PLANES:
         order = TokenOrder.KV_PLANES
-    if found.__name__ == "CPUAttentionBackend":
+    if backend.endswith(".CPUAttentionBackend"):
         order, unknown = cpu_order(vllm_config, layer, cache)
+    if backend == _INDEX_KEYS and cache.stride(0) != cache[0].numel():
+        # NVIDIA's writer takes a slot's place to be its number times a key's size.
+        unknown = f"{backend} was not seen writing blocks that lie apart"
     asked = getattr(layer, "kv_cache_dtype", None)
     if asked is not None and asked not in _CACHE_DTYPES:
         unknown = f"cache dtype {asked!r} is not known"
@@ -266,7 +306,7 @@ def layer_format(
         order,
         cache_dtype_of(layer, asked, kind),
         unknown,
-        COMPRESSED.get(backend, frozenset()),
+        (POOLED if pools_tokens(named) else COMPRESSED).get(backend, frozenset()),
         kind,
         1 if ring is not None or backend == _SUMMARIES else None,
         None if ring is None else _ring_group(layer, ring),

@@ -202,10 +202,10 @@ def v4_compressor(cache, slots, ratio, head, fp4=False, mx=False):
         )
 
 
-def v4(ratio):
+def v4(name, ratio):
     write = functools.partial(v4_compressor, ratio=ratio, head=512)
     return Writer(
-        V4 + "sparse_mla.DeepseekV4FlashMLABackend",
+        V4 + name,
         "FP8_DS_MLA",
         latents(ratio),
         lambda cache, slots: write(cache, slots),
@@ -458,8 +458,7 @@ MEGA = "sparse_mla.FlashMLAMegaAttnBackend"
 FLASHINFER = "nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend"
 
 WRITERS = [
-    v4(4),
-    v4(128),
+    *(v4(name, ratio) for name in (FLASHMLA, FLASHINFER) for ratio in (4, 128)),
     v4_indexer(False),
     v4_indexer(False, mx=True),
     v4_indexer(True),

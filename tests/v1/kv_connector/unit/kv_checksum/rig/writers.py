@@ -11,7 +11,7 @@ hands over, the twin's stores, and not the operator itself.
 
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -55,6 +55,8 @@ class Writer:
         isa: variant of CPU attention.
         needs: what the CPU must have, as `torch.cpu.get_capabilities` calls it.
         layouts: memory layouts that the backend takes.
+        extra: what tells it from others of one backend, in the test's name.
+        gap: bytes between blocks, where a model's layers share each block.
 
     """
 
@@ -67,6 +69,7 @@ class Writer:
     needs: str | None = None
     layouts: tuple[KVCacheLayout, ...] = (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
     extra: str = field(default="", kw_only=True)
+    gap: int = field(default=0, kw_only=True)
 
     @property
     def backend_class(self) -> type:
@@ -78,9 +81,12 @@ class Writer:
         return "-".join([self.backend.rpartition(".")[2], self.cells, *more])
 
 
-def allocate(spec, num_blocks, layout, kernel_block_size=None):
-    """Return a new cache as vLLM views it, and its bytes ``(blocks, page bytes)``."""
-    page = spec.page_size_bytes
+def allocate(spec, num_blocks, layout, kernel_block_size=None, gap=0):
+    """Return a new cache as vLLM views it, and its bytes ``(blocks, bytes)``.
+
+    Each block is a page and a gap behind it.
+    """
+    page = spec.page_size_bytes + gap
     raw = torch.zeros(num_blocks * page, dtype=torch.int8)
     place = KVCacheTensor(raw.numel(), ["layer"], raw.numel(), page)
     (cache,) = create_kv_cache_views(
@@ -214,10 +220,12 @@ def write_attention(path, cells, cache, slots, key, value, **attributes):
     """Write tokens through a backend's own `do_kv_cache_update`.
 
     Args:
+        path: the backend, or its class.
         attributes: what differs from `attributes_of`.
 
     """
-    cls = loaded(path).get_impl_cls()
+    backend = loaded(path) if isinstance(path, str) else path
+    cls = backend.get_impl_cls()
     self = object.__new__(cls)
     vars(self).update(attributes_of(cells) | attributes)
     if self._is_per_token_head_quant:
@@ -226,11 +234,11 @@ def write_attention(path, cells, cache, slots, key, value, **attributes):
         self._ensure_scale_caches(cache)
         cache.copy_(kept)
     name = "reshape_and_cache_flash"
-    with (
-        like_a_gpu(),
-        patch.object(torch.ops._C_cache_ops, name, twin, create=True),
-        patch.object(sys.modules[cls.__module__], name, twin, create=True),
-    ):
+    with like_a_gpu(), ExitStack() as stack:
+        defining = [c for c in cls.__mro__ if "do_kv_cache_update" in vars(c)]
+        modules = {sys.modules[c.__module__] for c in defining}
+        for module in (torch.ops._C_cache_ops, *modules):
+            stack.enter_context(patch.object(module, name, twin, create=True))
         cls.do_kv_cache_update(self, layer(), key, value, cache, slots)
 
 

@@ -183,16 +183,37 @@ class FamilyInstance(rig.Instance):
         row = content // slots
         return position % slots * row, row
 
-    def flip(self, block: LoadedBlock, at: float, *, padding: bool = False) -> bool:
-        """Flip a bit of a block's last layer; return whether there is such a byte.
+    def layers_of(self, group_id) -> list[str]:
+        """Return the first layer of each backend and kind of spec in a group."""
+        specs = self.specs_of(group_id)
+        kinds = {
+            name: (self.plan.backends[name], type(spec), spec.tokens_per_state)
+            for name, spec in reversed(specs.items())
+            if not isinstance(spec, MambaSpec)
+        }
+        by_kind = {kind: name for name, kind in kinds.items()}
+        return list(by_kind.values()) or [list(specs)[-1]]
+
+    def flip(
+        self,
+        block: LoadedBlock,
+        at: float,
+        layer: str | None = None,
+        *,
+        padding: bool = False,
+    ) -> bool:
+        """Flip a bit of one layer in a block; return whether there is such a byte.
 
         Args:
             block: the block.
             at: where in the page's content, from 0 to 1.
+            layer: the layer's name; None for the last one.
             padding: whether it is the first byte behind the content instead.
 
         """
-        name, spec = list(self.specs_of(block.group_id).items())[-1]
+        specs = self.specs_of(block.group_id)
+        name = layer or list(specs)[-1]
+        spec = specs[name]
         content = self.content_bytes(spec)
         if padding and content == spec.page_size_bytes:
             return False

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.attention import kind_of_ce
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import layer_spec
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from .. import compressed
+from .. import compressed, model_writers
 from ..writers import MLA, WRITERS
 from .configurations import MODELS
 from .plans import TESTS, Plan, plans
@@ -28,7 +28,12 @@ _HEAD = (
     "| family | groups | block size | caches | verdict | seen by, or why not |",
     "|---|---|---|---|---|---|",
 )
-_SEEN = {(w.backend, w.cells): w.seen for w in (*WRITERS, *compressed.WRITERS)}
+_WRITERS = (
+    *WRITERS,
+    *compressed.WRITERS,
+    *model_writers.WRITERS,
+    *model_writers.COMPRESSED,
+)
 
 
 def table() -> str:
@@ -89,11 +94,11 @@ def _seen_by(plan: Plan, name: str, spec: KVCacheSpec) -> str:
         # `test_rings.py` runs the writer of every one that is covered.
         return f"`{short}`, rings: interpreter"
     cells = kind_of_cells(spec, layer)
-    how = _SEEN.get((backend, cells))
-    if how is None:
+    seen = {w.seen for w in _WRITERS if (w.backend, w.cells) == (backend, cells)}
+    if not seen:
         assert backend.startswith(MLA)
-        how = "writer of all latents"
-    return f"`{short}`, {cells}: {how}"
+        seen = {"writer of all latents"}
+    return f"`{short}`, {cells}: {' and '.join(sorted(seen))}"
 
 
 def _shortened(reason: str) -> str:
