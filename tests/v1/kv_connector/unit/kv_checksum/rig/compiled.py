@@ -174,13 +174,16 @@ def amd_report(layer: LayerView, target: GPUTarget) -> dict[str, float]:
 def variants() -> dict[str, int]:
     """Return the compiled variants that launches over many layers and rows need."""
     backend = make_backend(TARGETS["sm_90"])
-    fn = triton_kernel._layer_checksum_kernel
-    binder = create_function_from_signature(fn.signature, fn.params, backend)
     keys: set[str] = set()
 
-    def launch(*args, **kwargs):
-        _, specialization, options = binder(*args, **kwargs)
-        keys.add(f"{specialization} {options}")
+    def recorder(fn):
+        binder = create_function_from_signature(fn.signature, fn.params, backend)
+
+        def launch(*args, **kwargs):
+            _, specialization, options = binder(*args, **kwargs)
+            keys.add(f"{fn.__name__} {specialization} {options}")
+
+        return type("Recorder", (), {"__getitem__": lambda self, grid: launch})()
 
     def many(layers: list[LayerView]) -> int:
         keys.clear()
@@ -192,15 +195,18 @@ def variants() -> dict[str, int]:
                 sum_rows(table[:, number:], out[:, number % 3])
         return len(keys)
 
-    triton_kernel._layer_checksum_kernel = type(
-        "Recorder", (), {"__getitem__": lambda self, grid: launch}
-    )()
+    names = ("_layer_checksum_kernel", "_small_units_kernel")
+    kernels = {name: getattr(triton_kernel, name) for name in names}
+    for name, fn in kernels.items():
+        setattr(triton_kernel, name, recorder(fn))
     one = (1, 8, 16, 64)
     result = {
         "one shape": many([layer_of(one) for _ in range(6)]),
+        "small units": many([layer_of((1, 1, 16, 32)) for _ in range(6)]),
         "two shapes": many([layer_of(one), layer_of((1, 1, 64, 144))]),
     }
-    triton_kernel._layer_checksum_kernel = fn
+    for name, fn in kernels.items():
+        setattr(triton_kernel, name, fn)
     return result
 
 

@@ -248,7 +248,7 @@ def _small_units_kernel(
     factors,
     out,
     out_stride,
-    # As above.
+    # The layer's shape as above.
     UNITS: tl.constexpr,
     INNER: tl.constexpr,
     PARTS: tl.constexpr,
@@ -360,7 +360,8 @@ def kernel_and_constants(layer: LayerView) -> tuple[Any, dict[str, Any]]:
     # Pieces follow one another evenly if tokens are dense and read whole.
     even = pieces == layer.pieces and token == pieces * piece
     of_a_unit, share = _tiles_of_a_unit(layer, even)
-    if share < _SMALL_SHARE and piece == 1:
+    fits = tokens * pieces <= _TILE * _TILES_PER_PROGRAM
+    if share < _SMALL_SHARE and fits and piece == 1:
         return _small_units_kernel, common | _tiles_of_units(layer, even)
     return _layer_checksum_kernel, common | of_a_unit
 
@@ -389,7 +390,11 @@ def _tiles_of_a_unit(layer: LayerView, even: bool) -> tuple[dict[str, int], int]
 
 
 def _tiles_of_units(layer: LayerView, even: bool) -> dict[str, int]:
-    """Return how `_small_units_kernel` tiles units: at most a sixteenth is wasted."""
+    """Return how `_small_units_kernel` tiles units.
+
+    It takes more of them than it must if less of a tile lies past a run's end then: at
+    most a sixteenth, if a run is not shorter than a load.
+    """
     tokens, pieces = layer.units.shape[5:]
     run_tokens = tokens if even else 1
     run = run_tokens * pieces
@@ -411,19 +416,19 @@ class _Launch:
     """Layers of one shape, which one launch sums.
 
     `addresses` and `factors` are on the device, `shares` is the number of programs
-    per layer and row, or per layer and `rows_per_program`.
+    per layer and `rows_per_program`; a state spans `units_per_state`.
     """
 
     kernel: Any
     constants: dict[str, Any]
     rows_per_program: int
     shares: int
-    every: int
+    units_per_state: int
     addresses: torch.Tensor
     factors: torch.Tensor
 
     def __call__(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        rows, out = rows_of_states(rows, out, self.every)
+        rows, out = rows_of_states(rows, out, self.units_per_state)
         number = rows.shape[1]
         programs = triton.cdiv(number, self.rows_per_program)
         self.kernel[(programs, self.shares, len(self.addresses))](
