@@ -178,4 +178,4 @@ def test_views_without_states_are_as_they_were():
     cells = random_cells(4, 2, 64, 32)
     layer = view(cells, cells)
     assert isinstance(layer, LayerView) and layer.state_ratio == (1, 1)
-    assert triton_kernel.kernel_constants(layer)["TOKENS_PER_STATE"] == 1
+    assert triton_kernel.kernel_and_constants(layer)[1]["TOKENS_PER_STATE"] == 1

@@ -121,5 +121,5 @@ def test_no_kernel_is_told_of_an_alignment_that_its_cache_lacks(offset):
     blocks = memory.as_strided((2, 1, 1, 16, 8), (128, 128, 128, 8, 1), offset)
     layer = LayerView("", blocks, 2, 8, factors_of(3, 1), (1, 0))
     address = blocks.data_ptr()
-    told = triton_kernel.kernel_constants(layer)["ALIGNMENT"]
+    told = triton_kernel.kernel_and_constants(layer)[1]["ALIGNMENT"]
     assert told == min(address & -address, 16)

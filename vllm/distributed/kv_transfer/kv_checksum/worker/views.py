@@ -90,6 +90,12 @@ class LayerView:
         return self.units.shape[1] * self.units.shape[2]
 
     @property
+    def units_per_state(self) -> int:
+        """Return the units that one state spans; 1 if a unit holds whole states."""
+        _, ratio, _, states, _ = self.blocks.shape
+        return max(1, self.units_per_block // (ratio * states))
+
+    @property
     def state_ratio(self) -> tuple[int, int]:
         """Return numerator and denominator of the tokens per state."""
         return self.tokens_per_state.numerator, self.tokens_per_state.denominator
@@ -100,7 +106,19 @@ SumRows = Callable[[torch.Tensor, torch.Tensor], None]
 (int64 ``(3, n)``): the unit (its number in its block, behind those of all blocks
 before), position in the request of its first token, number of its tokens that count.
 Where a state covers several tokens, it counts with its last one: of tokens ``[a, b)``,
-states ``[a // r, b // r)`` do, numbered by the request."""
+states ``[a // r, b // r)`` do, numbered by the request. Units follow one another by
+whole blocks if a state spans several of them."""
+
+
+def rows_of_states(
+    rows: torch.Tensor, out: torch.Tensor, units_per_state: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the arguments of a `SumRows` for the units in which a state ends.
+
+    A state that spans several units ends in the last of them, so the others have none.
+    """
+    last = slice(units_per_state - 1, None, units_per_state)
+    return rows[:, last], out[last]
 
 
 @dataclass(frozen=True)

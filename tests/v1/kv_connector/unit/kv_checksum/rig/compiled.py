@@ -41,7 +41,19 @@ SHAPES = {
     "keys of 4 tokens, 64 states": (1, 1, 64, 32),
     "ring, slots of 512 pieces": (1, 1, 8, 512),
 }
-STATES = {"latents of 2 tokens, 64 states": 2, "keys of 4 tokens, 64 states": 4}
+ON_ONE_TARGET = {
+    "window's latents without scales, 64 tokens": (1, 1, 64, 72),
+    "latents of 4 tokens without scales, 64 states": (1, 1, 64, 72),
+    "latents of 128 tokens without scales, 2 states": (1, 1, 2, 72),
+}
+"""Shapes that take no other path than those above, compiled for sm_90 alone."""
+
+STATES = {
+    "latents of 2 tokens, 64 states": 2,
+    "latents of 4 tokens without scales, 64 states": 4,
+    "latents of 128 tokens without scales, 2 states": 128,
+    "keys of 4 tokens, 64 states": 4,
+}
 """Tokens per state, where it is not one."""
 
 RINGS = {"ring, slots of 512 pieces"}
@@ -49,28 +61,33 @@ RINGS = {"ring, slots of 512 pieces"}
 WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-def layer_of(shape, *, token_major=False, piece_bytes=8, num_blocks=4, **more):
+def layer_of(
+    shape, *, token_major=False, piece_bytes=8, num_blocks=4, scales=0, **more
+):
+    """Return a layer of zeros; each token has `scales` more pieces elsewhere."""
     ratio, heads, tokens, pieces = shape
+    all_pieces = pieces + scales
     dims = (num_blocks, ratio, heads, tokens, pieces)
     blocks = torch.zeros(dims, dtype=WIDTHS[piece_bytes])
     if token_major:
         blocks = blocks.transpose(2, 3).contiguous().transpose(2, 3)
     factors = torch.zeros(heads).long()
-    return LayerView("", blocks, piece_bytes, pieces, factors, (1, 0), **more)
+    return LayerView("", blocks, piece_bytes, all_pieces, factors, (1, 0), **more)
 
 
 def compiled(layer: LayerView, target: GPUTarget):
-    fn = triton_kernel._layer_checksum_kernel
+    fn, constants = triton_kernel.kernel_and_constants(layer)
     types = {
         "addresses": "*i64",
         "rows": "*i64",
+        "rows_stride": "i32",
+        "row_stride": "i32",
         "num_rows": "i32",
         "factors": "*i64",
         "out": "*i64",
         "out_stride": "i32",
     }
     signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
-    constants = triton_kernel.kernel_constants(layer)
     options = {
         "num_warps": triton_kernel._NUM_WARPS,
         "num_stages": triton_kernel._NUM_STAGES,
@@ -103,41 +120,70 @@ def instructions(cubin: bytes) -> tuple[list[str], list[list[str]]]:
     return lines, loops
 
 
+def executed(lines, bodies, constants) -> float:
+    """Return how many instructions a program runs that takes several units.
+
+    Every load of a tile is in the innermost loop, or was moved before it.
+    """
+    runs = constants["TOKENS"] / constants["RUN_TOKENS"]
+    tile = constants["LOADS"] * constants["SPAN"]
+    steps = -(-constants["RUN_TOKENS"] * constants["PIECES"] // tile)
+    bits = tile * constants["ROWS"] * constants["PIECE_BITS"]
+    loads = runs * steps * bits / (32 * 128)
+    if len(bodies) > 1:
+        raise ValueError("loops in loops, whose instructions nobody counts")
+    wide = [sum("LDG.E.128" in line for line in part) for part in (lines, *bodies)]
+    if not bodies:
+        return len(lines)
+    once = len(lines) - len(bodies[0])
+    return once + (loads - wide[0] + wide[1]) / wide[1] * len(bodies[0])
+
+
 def nvidia_report(layer: LayerView, target: GPUTarget) -> dict[str, float]:
     """Count per 8-byte piece of the loop over tiles; where the compiler unrolled
-    it whole, of the whole program, which is more."""
+    it whole, of the whole program, which is more. Of a program that takes several
+    units, count all that it does, per piece that these hold."""
     lines, loops = instructions(compiled(layer, target).asm["cubin"])
     loads = "LDG.E.128"
     bodies = [body for body in loops if any(loads in line for line in body)]
     body = min(bodies, key=len) if bodies else lines
     wide = sum(loads in line for line in body)
+    per_piece = len(body) / max(1, 2 * wide)
+    _, constants = triton_kernel.kernel_and_constants(layer)
+    if "ROWS" in constants:
+        held = constants["ROWS"] * constants["TOKENS"] * constants["PIECES"]
+        per_piece = executed(lines, bodies, constants) / (held / 32)
     return {
         "spills": sum(bool(re.search(r"\b(STL|LDL)\b", line)) for line in lines),
         "wide_loads": wide,
         "narrow_loads": sum("LDG" in line and loads not in line for line in body),
         "unrolled": not bodies,
-        "per_piece": len(body) / max(1, 2 * wide),
+        "per_piece": per_piece,
     }
 
 
 def amd_report(layer: LayerView, target: GPUTarget) -> dict[str, float]:
+    """Count loads of 16 bytes, and of 8, of which 64 lanes load as much as 32 do."""
     text = compiled(layer, target).asm["amdgcn"]
     return {
         "spills": sum(map(int, re.findall(r"[vs]gpr_spill_count: +(\d+)", text))),
-        "wide_loads": text.count("load_dwordx4"),
+        "wide_loads": len(re.findall(r"load_dwordx[24]", text)),
     }
 
 
 def variants() -> dict[str, int]:
     """Return the compiled variants that launches over many layers and rows need."""
     backend = make_backend(TARGETS["sm_90"])
-    fn = triton_kernel._layer_checksum_kernel
-    binder = create_function_from_signature(fn.signature, fn.params, backend)
     keys: set[str] = set()
 
-    def launch(*args, **kwargs):
-        _, specialization, options = binder(*args, **kwargs)
-        keys.add(f"{specialization} {options}")
+    def recorder(fn):
+        binder = create_function_from_signature(fn.signature, fn.params, backend)
+
+        def launch(*args, **kwargs):
+            _, specialization, options = binder(*args, **kwargs)
+            keys.add(f"{fn.__name__} {specialization} {options}")
+
+        return type("Recorder", (), {"__getitem__": lambda self, grid: launch})()
 
     def many(layers: list[LayerView]) -> int:
         keys.clear()
@@ -149,27 +195,33 @@ def variants() -> dict[str, int]:
                 sum_rows(table[:, number:], out[:, number % 3])
         return len(keys)
 
-    triton_kernel._layer_checksum_kernel = type(
-        "Recorder", (), {"__getitem__": lambda self, grid: launch}
-    )()
+    names = ("_layer_checksum_kernel", "_small_units_kernel")
+    kernels = {name: getattr(triton_kernel, name) for name in names}
+    for name, fn in kernels.items():
+        setattr(triton_kernel, name, recorder(fn))
     one = (1, 8, 16, 64)
     result = {
         "one shape": many([layer_of(one) for _ in range(6)]),
+        "small units": many([layer_of((1, 1, 16, 32)) for _ in range(6)]),
         "two shapes": many([layer_of(one), layer_of((1, 1, 64, 144))]),
     }
-    triton_kernel._layer_checksum_kernel = fn
+    for name, fn in kernels.items():
+        setattr(triton_kernel, name, fn)
     return result
 
 
 def reports() -> Iterator[SimpleNamespace]:
-    for name, shape in SHAPES.items():
+    for name, shape in (SHAPES | ON_ONE_TARGET).items():
         layer = layer_of(
             shape,
             token_major="token-major" in name,
+            scales="without scales" in name,
             tokens_per_state=STATES.get(name, 1),
             unit_tokens=1 if name in RINGS else None,
         )
         for target_name, target in TARGETS.items():
+            if name in ON_ONE_TARGET and target_name != "sm_90":
+                continue
             make = nvidia_report if target.backend == "cuda" else amd_report
             found = make(layer, target)
             yield SimpleNamespace(shape=name, target=target_name, **found)

@@ -25,7 +25,11 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     MASK64,
 )
 from vllm.distributed.kv_transfer.kv_checksum.jit import jit
-from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView, SumRows
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    LayerView,
+    SumRows,
+    rows_of_states,
+)
 
 _ONE, _TWO, _32, _33 = (np.uint64(n) for n in (1, 2, 32, 33))
 _NEXT_FACTOR = np.uint64(2 * GOLDEN_FACTOR & MASK64)
@@ -71,44 +75,78 @@ def _prefetch(typing_context, array, index):
     return types.void(array, index), generate
 
 
-@jit
-def _run(pieces, weight, step):
-    """Sum a run of pieces under ``weight + step * i``; prefetch if the run is long.
+@intrinsic
+def _element(typing_context, array, index):
+    """Read an element, as ``array[index]`` does for an index that is not negative.
 
-    The arithmetic leaves the processor no room to look as far ahead as memory is slow:
-    it reaches 85% of the speed of a plain read without prefetching, and 95% with it.
+    Runs are short, and a slice of an array would count its users twice per run.
+    """
+
+    def generate(context, builder, signature, arguments):
+        array_type = signature.args[0]
+        held = context.make_array(array_type)(context, builder, arguments[0])
+        element = cgutils.get_item_pointer(
+            context, builder, array_type, held, [arguments[1]]
+        )
+        return builder.load(element)
+
+    return array.dtype(array, index), generate
+
+
+@jit
+def _run(flat, at, number, weight, step):
+    """Sum `number` pieces from index `at` under ``weight + step * i``.
+
+    Prefetch if the run is long. The arithmetic leaves the processor no room to look as
+    far ahead as memory is slow: it reaches 85% of the speed of a plain read without
+    prefetching, and 95% with it.
     """
     total = np.uint64(0)
-    done = 0
-    while pieces.size - done >= _CHUNK:
+    while number >= _CHUNK:
         for i in range(0, _CHUNK, _CACHE_LINE):
-            _prefetch(pieces, done + i + _AHEAD)
-        at = weight + step * np.uint64(done)
-        chunk = pieces[done : done + _CHUNK]
+            _prefetch(flat, at + i + _AHEAD)
+        # A slice is worth its cost here: its loop is compiled better.
+        chunk = flat[at : at + _CHUNK]
         for i in range(_CHUNK):
-            total += _term(np.uint64(chunk[i]), at + step * np.uint64(i))
-        done += _CHUNK
-    for i in range(done, pieces.size):
-        total += _term(np.uint64(pieces[i]), weight + step * np.uint64(i))
-    return total
-
-
-@jit
-def _run_of_2(a, b, bits, weight, step):
-    """Sum as `_run` does; piece `i` is made of element `i` of `a` and of `b`."""
-    total = np.uint64(0)
-    for i in range(a.size):
-        x = np.uint64(a[i]) | np.uint64(b[i]) << bits
+            total += _term(np.uint64(chunk[i]), weight + step * np.uint64(i))
+        number -= _CHUNK
+        at += _CHUNK
+        weight += step * np.uint64(_CHUNK)
+    for i in range(number):
+        x = np.uint64(_element(flat, at + i))
         total += _term(x, weight + step * np.uint64(i))
     return total
 
 
 @jit
-def _run_of_4(a, b, c, d, bits, weight, step):
+def _run_apart(flat, at, stride, number, weight, step):
+    """Sum as `_run` does; pieces lie `stride` apart."""
     total = np.uint64(0)
-    for i in range(a.size):
-        low = np.uint64(a[i]) | np.uint64(b[i]) << bits
-        high = np.uint64(c[i]) | np.uint64(d[i]) << bits
+    for i in range(number):
+        x = np.uint64(_element(flat, at + i * stride))
+        total += _term(x, weight + step * np.uint64(i))
+    return total
+
+
+@jit
+def _run_of_2(flat, at, stride, number, bits, weight, step):
+    """Sum as `_run` does; element `k` of piece `i` is ``flat[at + k*stride + i]``."""
+    total = np.uint64(0)
+    for i in range(number):
+        x = np.uint64(_element(flat, at + i))
+        x |= np.uint64(_element(flat, at + stride + i)) << bits
+        total += _term(x, weight + step * np.uint64(i))
+    return total
+
+
+@jit
+def _run_of_4(flat, at, stride, number, bits, weight, step):
+    total = np.uint64(0)
+    for i in range(number):
+        low = np.uint64(_element(flat, at + i))
+        low |= np.uint64(_element(flat, at + stride + i)) << bits
+        high = np.uint64(_element(flat, at + 2 * stride + i))
+        high |= np.uint64(_element(flat, at + 3 * stride + i)) << bits
         x = low | high << (_TWO * bits)
         total += _term(x, weight + step * np.uint64(i))
     return total
@@ -142,28 +180,25 @@ def _tokens(flat, at, number, shape, strides, factors, first, per_token):
             for piece in range(width):
                 begin = at + token * token_stride + piece * piece_stride
                 odd = _TWO * (first + np.uint64(token * per_token + piece)) + _ONE
-                run = flat[begin : begin + heads]
-                total += _run(run, factors[0] * odd, _NEXT_FACTOR * odd)
+                total += _run(flat, begin, heads, factors[0] * odd, _NEXT_FACTOR * odd)
         return total
     # Tokens whose pieces follow one another are summed as one run.
     dense = token_stride == width * piece_stride and width == per_token
     runs, length = (1, number * width) if dense else (number, width)
+    # Heads and tokens are visited in the order of memory.
     by_token = head_stride < token_stride
-    for i in range(runs * heads):
-        # Heads and tokens are visited in the order of memory.
-        if by_token:
-            token, head = i // heads, i % heads
-        else:
-            head, token = i // runs, i % runs
-        begin = at + head * head_stride + token * token_stride
-        j = first + np.uint64(token * per_token)
-        step = _TWO * factors[head]
-        weight = factors[head] * (_TWO * j + _ONE)
-        if piece_stride == 1:
-            total += _run(flat[begin : begin + length], weight, step)
-        else:
-            end = begin + length * piece_stride
-            total += _run(flat[begin:end:piece_stride], weight, step)
+    outer, inner = (runs, heads) if by_token else (heads, runs)
+    for i in range(outer):
+        for k in range(inner):
+            token, head = (i, k) if by_token else (k, i)
+            begin = at + head * head_stride + token * token_stride
+            j = first + np.uint64(token * per_token)
+            step = _TWO * factors[head]
+            weight = factors[head] * (_TWO * j + _ONE)
+            if piece_stride == 1:
+                total += _run(flat, begin, length, weight, step)
+            else:
+                total += _run_apart(flat, begin, piece_stride, length, weight, step)
     return total
 
 
@@ -184,17 +219,21 @@ def _tokens_of_elements(
                 total += _short_run(
                     flat, begin, stride, number, parts, bits, weight, step
                 )
-                continue
-            a = flat[begin : begin + number]
-            b = flat[begin + stride : begin + stride + number]
-            if parts == 2:
-                total += _run_of_2(a, b, bits, weight, step)
+            elif parts == 2:
+                total += _run_of_2(flat, begin, stride, number, bits, weight, step)
             else:
-                begin += 2 * stride
-                c = flat[begin : begin + number]
-                d = flat[begin + stride : begin + stride + number]
-                total += _run_of_4(a, b, c, d, bits, weight, step)
+                total += _run_of_4(flat, begin, stride, number, bits, weight, step)
     return total
+
+
+@jit
+def _divided(number, by):
+    """Return quotient and remainder of numbers that are not negative, `by` not 0.
+
+    Python's division looks at signs and at 0. Units are so short that it shows.
+    """
+    quotient = np.uint64(number) // np.uint64(by)
+    return np.int64(quotient), number - np.int64(quotient) * by
 
 
 @jit
@@ -233,13 +272,15 @@ def _sum_rows(
     per_state, states = state_ratio
     for row in range(rows.shape[1]):
         # States stand for tokens from here on. Positions are not negative.
-        first_token = rows[1, row] * states // per_state
-        valid = (rows[1, row] + rows[2, row]) * states // per_state - first_token
+        first_token, _ = _divided(rows[1, row] * states, per_state)
+        end, _ = _divided((rows[1, row] + rows[2, row]) * states, per_state)
+        valid = end - first_token
         if valid <= 0:
             continue
-        block, unit = divmod(rows[0, row], outer * inner)
+        block, unit = _divided(rows[0, row], outer * inner)
+        kernel_block, unit = _divided(unit, inner)
         begin = offset + block * strides[0]
-        begin += (unit // inner) * strides[1] + (unit % inner) * strides[2]
+        begin += kernel_block * strides[1] + unit * strides[2]
         for part in range(parts_of_unit):
             number = min(tokens, valid - part * tokens)
             if number <= 0:
@@ -267,11 +308,12 @@ def _sum_rows(
 
 def prepare(layers: Sequence[LayerView]) -> SumRows:
     """Build the function that sums `layers`; the caches must stay where they are."""
-    arguments = [_arguments(layer) for layer in layers]
+    arguments = [(layer.units_per_state, _arguments(layer)) for layer in layers]
 
     def run(rows: torch.Tensor, out: torch.Tensor) -> None:
-        for layer in arguments:
-            _sum_rows(*layer, rows.numpy(), out.numpy().view(np.uint64))
+        for every, layer in arguments:
+            ends, sums = rows_of_states(rows, out, every)
+            _sum_rows(*layer, ends.numpy(), sums.numpy().view(np.uint64))
 
     return run
 

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     PIECE_DTYPES,
     LayerView,
     SumRows,
+    rows_of_states,
 )
 
 _MAX_GATHER_BYTES = 64 * 2**20
@@ -54,6 +55,7 @@ def _sum_layer(
 ) -> None:
     per_row = layer.units[0, 0, 0].numel() * 8 * _ARRAYS_PER_PIECE
     step = max(1, max_gather_bytes // per_row)
+    rows, out = rows_of_states(rows, out, layer.units_per_state)
     for at in range(0, rows.shape[1], step):
         chunk = slice(at, at + step)
         out[chunk] += _sum_chunk(layer, *rows[:, chunk])

@@ -27,7 +27,11 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     GOLDEN_FACTOR,
     MASK64,
 )
-from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView, SumRows
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
+    LayerView,
+    SumRows,
+    rows_of_states,
+)
 from vllm.triton_utils import tl, triton
 
 _TILE = 256
@@ -35,6 +39,29 @@ _TILE = 256
 
 _TILES_PER_PROGRAM = 16
 """Tiles that a program sums: 4K pieces, or 32 KiB where they are 8 bytes wide."""
+
+_SMALL_SHARE = 1024
+"""Pieces of a unit below which a program takes several units: with 32 per lane of its
+one warp, its beginning and its end are a small part of it."""
+
+_BYTES_PER_LOAD = 512
+"""Bytes that a warp reads with one instruction: 16 per lane."""
+
+_MAX_UNITS = 16
+"""Most units that a program takes: a load then reads 32 bytes of each in a row, which
+is the least that memory delivers."""
+
+_AT_RUN_TIME = [
+    "addresses",
+    "rows",
+    "rows_stride",
+    "row_stride",
+    "num_rows",
+    "factors",
+    "out",
+    "out_stride",
+]
+"""Arguments for whose values no variant is compiled."""
 
 _NUM_WARPS = 1
 _NUM_STAGES = 1
@@ -58,22 +85,39 @@ def _terms(raw, weights, PIECE_BITS: tl.constexpr):
     return y ^ low.to(tl.uint64)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "addresses",
-        "rows",
-        "num_rows",
-        "factors",
-        "out",
-        "out_stride",
-    ],
-)
+@triton.jit
+def _states(
+    first, valid, TOKENS_PER_STATE: tl.constexpr, STATES_PER_TOKEN: tl.constexpr
+):
+    """Return the first state of rows and the number of their states that count."""
+    if TOKENS_PER_STATE != 1 or STATES_PER_TOKEN != 1:
+        end = (first + valid) * STATES_PER_TOKEN // TOKENS_PER_STATE
+        first = first * STATES_PER_TOKEN // TOKENS_PER_STATE
+        valid = (end - first).to(tl.int32)
+    return first, valid
+
+
+@triton.jit
+def _pieces_at(address, PIECE_BITS: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Return a pointer to signed pieces."""
+    if PIECE_BITS == 64:
+        pieces = address.to(tl.pointer_type(tl.int64))
+    elif PIECE_BITS == 32:
+        pieces = address.to(tl.pointer_type(tl.int32))
+    else:
+        pieces = address.to(tl.pointer_type(tl.int16))
+    return tl.multiple_of(pieces, ALIGNMENT)
+
+
+@triton.jit(do_not_specialize=_AT_RUN_TIME)
 def _layer_checksum_kernel(
     addresses,  # int64 (layers,): where each layer's block 0 begins
     rows,  # int64 (3, num_rows): unit, first token, valid tokens
+    rows_stride,
+    row_stride,
     num_rows,
     factors,  # int64 (layers, HEADS): factors of consecutive slices
-    out,  # int64: sums, added to
+    out,  # int64 (num_rows,): sums, added to
     out_stride,
     # The layer's shape: units per block and per kernel block, parts of a unit, heads,
     # tokens per part, pieces per token here and in the whole layer, number of the
@@ -125,28 +169,18 @@ def _layer_checksum_kernel(
     first_span = (share % SPAN_SHARES) * SPANS_PER_PROGRAM
     last_span = tl.minimum(first_span + SPANS_PER_PROGRAM, SPANS)
 
-    unit = tl.load(rows + row)
+    rows += row * row_stride
+    unit = tl.load(rows)
     block, unit = unit // UNITS, unit % UNITS
-    first = tl.load(rows + num_rows + row)
-    valid = tl.load(rows + 2 * num_rows + row).to(tl.int32)
-    if TOKENS_PER_STATE != 1 or STATES_PER_TOKEN != 1:
-        # States stand for tokens from here on.
-        end = (first + valid) * STATES_PER_TOKEN // TOKENS_PER_STATE
-        first = first * STATES_PER_TOKEN // TOKENS_PER_STATE
-        valid = (end - first).to(tl.int32)
-        if valid <= 0:
-            return
+    first = tl.load(rows + rows_stride)
+    valid = tl.load(rows + 2 * rows_stride).to(tl.int32)
+    first, valid = _states(first, valid, TOKENS_PER_STATE, STATES_PER_TOKEN)
+    if (TOKENS_PER_STATE != 1 or STATES_PER_TOKEN != 1) and valid <= 0:
+        return
     first += part * TOKENS
     valid -= part * TOKENS
     factor = tl.load(factors + layer * HEADS + first_head).to(tl.uint64, bitcast=True)
-    address = tl.load(addresses + layer)
-    if PIECE_BITS == 64:
-        blocks = address.to(tl.pointer_type(tl.int64))
-    elif PIECE_BITS == 32:
-        blocks = address.to(tl.pointer_type(tl.int32))
-    else:
-        blocks = address.to(tl.pointer_type(tl.int16))
-    blocks = tl.multiple_of(blocks, ALIGNMENT)
+    blocks = _pieces_at(tl.load(addresses + layer), PIECE_BITS, ALIGNMENT)
     base = blocks + block * STRIDE_B
     base += (unit // INNER) * STRIDE_K + (unit % INNER) * STRIDE_U
     base += part.to(tl.int64) * STRIDE_R
@@ -204,6 +238,90 @@ def _layer_checksum_kernel(
     tl.atomic_add(out + row * out_stride, sums, sem="relaxed")
 
 
+@triton.jit(do_not_specialize=_AT_RUN_TIME)
+def _small_units_kernel(
+    addresses,
+    rows,
+    rows_stride,
+    row_stride,
+    num_rows,
+    factors,
+    out,
+    out_stride,
+    # The layer's shape as above.
+    UNITS: tl.constexpr,
+    INNER: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PIECES: tl.constexpr,
+    ALL_PIECES: tl.constexpr,
+    FIRST_PIECE: tl.constexpr,
+    TOKENS_PER_STATE: tl.constexpr,
+    STATES_PER_TOKEN: tl.constexpr,
+    STRIDE_B: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    STRIDE_U: tl.constexpr,
+    STRIDE_R: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    STRIDE_P: tl.constexpr,
+    PIECE_BITS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    RUN_TOKENS: tl.constexpr,  # tokens whose pieces follow one another
+    LOADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Add one slice's sums of ROWS rows, in one part of their units, to `out`.
+
+    A tile is LOADS spans of every row, so that each lane works for one row: what is
+    computed once per row then costs the warp as much as for one row alone.
+    """
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1) % HEADS
+    part = tl.program_id(1) // HEADS
+    layer = tl.program_id(2)
+    listed = number < num_rows
+    row = rows + number * row_stride
+    unit = tl.load(row, mask=listed, other=0)
+    first = tl.load(row + rows_stride, mask=listed, other=0)
+    valid = tl.load(row + 2 * rows_stride, mask=listed, other=0).to(tl.int32)
+    first, valid = _states(first, valid, TOKENS_PER_STATE, STATES_PER_TOKEN)
+    first += part * TOKENS
+    valid -= part * TOKENS
+    factor = tl.load(factors + layer * HEADS + head).to(tl.uint64, bitcast=True)
+    blocks = _pieces_at(tl.load(addresses + layer), PIECE_BITS, ALIGNMENT)
+    blocks += part.to(tl.int64) * STRIDE_R + head.to(tl.int64) * STRIDE_H
+    block, unit = unit // UNITS, unit % UNITS
+    base = blocks + block * STRIDE_B
+    base += (unit // INNER) * STRIDE_K + (unit % INNER) * STRIDE_U
+
+    load = tl.arange(0, LOADS)[:, None, None]
+    lane = tl.arange(0, SPAN)[None, None, :]
+    piece = load * SPAN + lane
+    STEPS: tl.constexpr = (RUN_TOKENS * PIECES + LOADS * SPAN - 1) // (LOADS * SPAN)
+    total = tl.zeros((LOADS, ROWS, SPAN), tl.uint64)
+    # Several loads are on their way at once.
+    UNROLLED_RUNS: tl.constexpr = 4 if STEPS == 1 else 1
+    UNROLLED_STEPS: tl.constexpr = STEPS if STEPS < 16 else 16
+    for token in tl.range(0, TOKENS, RUN_TOKENS, loop_unroll_factor=UNROLLED_RUNS):
+        num_kept = tl.minimum(valid - token, RUN_TOKENS) * PIECES
+        num_kept = num_kept[None, :, None]
+        j = (first + token).to(tl.uint64) * ALL_PIECES + FIRST_PIECE
+        weights = (factor * (2 * j + 1))[None, :, None]
+        weights = weights + 2 * factor * piece.to(tl.uint64)
+        pointers = (base + token * STRIDE_T)[None, :, None] + piece
+        for _ in tl.range(STEPS, loop_unroll_factor=UNROLLED_STEPS):
+            raw = tl.load(pointers, mask=piece < num_kept, other=0)
+            total += _terms(raw, weights, PIECE_BITS)
+            weights += factor * (2 * LOADS * SPAN)
+            pointers += LOADS * SPAN
+            num_kept -= LOADS * SPAN
+    sums = tl.sum(tl.sum(total, axis=2), axis=0).to(tl.int64, bitcast=True)
+    tl.atomic_add(out + number * out_stride, sums, mask=listed, sem="relaxed")
+
+
 def _span(pieces: int) -> int:
     """Return the largest span of which at most an eighth is wasted, or a small one."""
     span = min(_TILE, triton.next_power_of_2(pieces))
@@ -212,23 +330,13 @@ def _span(pieces: int) -> int:
     return span
 
 
-def kernel_constants(layer: LayerView) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel for `layer`."""
+def kernel_and_constants(layer: LayerView) -> tuple[Any, dict[str, Any]]:
+    """Choose the kernel for `layer`; return it and its compile-time arguments."""
     _, _, inner, parts, heads, tokens, pieces = layer.units.shape
     block, kernel_block, unit, part, head, token, piece = layer.units.stride()
     if tokens == 1:
         token = pieces * piece
-    span = _span(tokens * pieces)
-    spans = triton.cdiv(tokens * pieces, span)
-    tile_heads = min(_TILE // span, triton.next_power_of_2(heads))
-    # A program walks along the heads, or along the slice if that has more tiles:
-    # weights and pointers step evenly there if it is dense and read whole.
-    heads_per = min(heads, tile_heads * _TILES_PER_PROGRAM)
-    spans_per = 1
-    even = pieces == layer.pieces and token == pieces * piece
-    if even and spans > triton.cdiv(heads, tile_heads):
-        heads_per, spans_per = tile_heads, min(spans, _TILES_PER_PROGRAM)
-    return {
+    common = {
         "UNITS": layer.units_per_block,
         "INNER": inner,
         "PARTS": parts,
@@ -248,12 +356,59 @@ def kernel_constants(layer: LayerView) -> dict[str, Any]:
         "STRIDE_P": piece,
         "PIECE_BITS": 8 * layer.piece_bytes,
         "ALIGNMENT": math.gcd(layer.units.data_ptr(), 16),
+    }
+    # Pieces follow one another evenly if tokens are dense and read whole.
+    even = pieces == layer.pieces and token == pieces * piece
+    of_a_unit, share = _tiles_of_a_unit(layer, even)
+    fits = tokens * pieces <= _TILE * _TILES_PER_PROGRAM
+    if share < _SMALL_SHARE and fits and piece == 1:
+        return _small_units_kernel, common | _tiles_of_units(layer, even)
+    return _layer_checksum_kernel, common | of_a_unit
+
+
+def _tiles_of_a_unit(layer: LayerView, even: bool) -> tuple[dict[str, int], int]:
+    """Return how `_layer_checksum_kernel` tiles a unit, and a program's pieces."""
+    heads, tokens, pieces = layer.units.shape[4:]
+    span = _span(tokens * pieces)
+    spans = triton.cdiv(tokens * pieces, span)
+    tile_heads = min(_TILE // span, triton.next_power_of_2(heads))
+    # A program walks along the heads, or along the slice if that has more tiles:
+    # weights and pointers step evenly there.
+    heads_per = min(heads, tile_heads * _TILES_PER_PROGRAM)
+    spans_per = 1
+    if even and spans > triton.cdiv(heads, tile_heads):
+        heads_per, spans_per = tile_heads, min(spans, _TILES_PER_PROGRAM)
+    share = min(heads_per, heads) * min(spans_per * span, tokens * pieces)
+    tiles = {
         "NEXT_FACTOR": 2 * GOLDEN_FACTOR & MASK64,
         "SPAN": span,
         "TILE_HEADS": tile_heads,
         "SPANS_PER_PROGRAM": spans_per,
         "HEADS_PER_PROGRAM": heads_per,
     }
+    return tiles, share
+
+
+def _tiles_of_units(layer: LayerView, even: bool) -> dict[str, int]:
+    """Return how `_small_units_kernel` tiles units.
+
+    It takes more of them than it must if less of a tile lies past a run's end then: at
+    most a sixteenth, if a run is not shorter than a load.
+    """
+    tokens, pieces = layer.units.shape[5:]
+    run_tokens = tokens if even else 1
+    run = run_tokens * pieces
+    load = _BYTES_PER_LOAD // layer.piece_bytes
+    rows = triton.next_power_of_2(triton.cdiv(_SMALL_SHARE, tokens * pieces))
+    rows = min(rows, _MAX_UNITS)
+    while rows < _MAX_UNITS and -run % (load // rows) > run // 16:
+        rows *= 2
+    span = min(load // rows, triton.next_power_of_2(run))
+    rows = max(rows, 32 // span)
+    loads = max(1, _TILE // (rows * span))
+    while loads > 1 and -run % (loads * span) > run // 16:
+        loads //= 2
+    return {"RUN_TOKENS": run_tokens, "LOADS": loads, "ROWS": rows, "SPAN": span}
 
 
 @dataclass
@@ -261,19 +416,26 @@ class _Launch:
     """Layers of one shape, which one launch sums.
 
     `addresses` and `factors` are on the device, `shares` is the number of programs
-    per row and layer.
+    per layer and `rows_per_program`; a state spans `units_per_state`.
     """
 
+    kernel: Any
     constants: dict[str, Any]
+    rows_per_program: int
     shares: int
+    units_per_state: int
     addresses: torch.Tensor
     factors: torch.Tensor
 
     def __call__(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        _layer_checksum_kernel[(rows.shape[1], self.shares, len(self.addresses))](
+        rows, out = rows_of_states(rows, out, self.units_per_state)
+        number = rows.shape[1]
+        programs = triton.cdiv(number, self.rows_per_program)
+        self.kernel[(programs, self.shares, len(self.addresses))](
             self.addresses,
             rows,
-            rows.stride(0),
+            *rows.stride(),
+            number,
             self.factors,
             out,
             out.stride(0),
@@ -291,7 +453,8 @@ def prepare(layers: Sequence[LayerView]) -> SumRows:
     """
     shapes: dict[tuple[Any, ...], list[LayerView]] = {}
     for layer in layers:
-        key = tuple(kernel_constants(layer).values())
+        _, constants = kernel_and_constants(layer)
+        key = tuple(constants.items())
         shapes.setdefault(key, []).append(layer)
     launches = [_launch(alike) for alike in shapes.values()]
 
@@ -303,15 +466,20 @@ def prepare(layers: Sequence[LayerView]) -> SumRows:
 
 
 def _launch(layers: list[LayerView]) -> _Launch:
-    c = kernel_constants(layers[0])
-    spans = triton.cdiv(c["TOKENS"] * c["PIECES"], c["SPAN"])
-    shares = c["PARTS"] * triton.cdiv(spans, c["SPANS_PER_PROGRAM"])
-    shares *= triton.cdiv(c["HEADS"], c["HEADS_PER_PROGRAM"])
+    kernel, c = kernel_and_constants(layers[0])
+    shares = c["PARTS"] * c["HEADS"]
+    if kernel is _layer_checksum_kernel:
+        spans = triton.cdiv(c["TOKENS"] * c["PIECES"], c["SPAN"])
+        shares = c["PARTS"] * triton.cdiv(spans, c["SPANS_PER_PROGRAM"])
+        shares *= triton.cdiv(c["HEADS"], c["HEADS_PER_PROGRAM"])
     addresses = [layer.units.data_ptr() for layer in layers]
     device = layers[0].units.device
     return _Launch(
+        kernel,
         c,
+        c.get("ROWS", 1),
         shares,
+        layers[0].units_per_state,
         torch.tensor(addresses, dtype=torch.int64, device=device),
         torch.stack([layer.factors for layer in layers]),
     )
