@@ -85,6 +85,15 @@ def test_rows_side_by_side(prepare):
     assert run(prepare, [layer_view], rows) == expected(cells, rows)
 
 
+def test_pieces_that_lie_apart(prepare):
+    cells = random_cells(4, 2, 16, 24)
+    wide = torch.zeros(4, 1, 2, 16, 6, dtype=torch.int64)
+    wide[..., ::2] = cells.view(torch.int64).view(4, 1, 2, 16, 3)
+    layer = LayerView("", wide[..., ::2], 8, 3, factors_of(3, 2), (1, 0))
+    rows = rows_for(16)
+    assert run(prepare, [layer], rows) == expected(cells, rows)
+
+
 def test_layers_of_several_shapes(prepare):
     """Those of one shape share a launch of the kernel."""
     layers, total = [], np.zeros(4, np.uint64)
