@@ -16,20 +16,15 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import NotApplicable
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
 
-from .models import (
-    Generator,
-    Group,
-    Split,
-    States,
-    compared_size,
-    draw_model,
-    draw_splits,
-)
-from .sides import Blocks, Load, Side
+from .compressed import Rings
+from .drawing import Group, draw_model, draw_splits
+from .drawing import where as repeat
+from .models import Generator, Split, compared_size
+from .sides import Blocks, Load, Side, holds_tokens
 from .strike import (
+    KINDS_OF,
+    OPEN,
     PADDING,
-    STATE_KINDS,
-    TOKEN_KINDS,
     UNUSED,
     Chunk,
     content,
@@ -50,23 +45,31 @@ PARTIAL = "unverified: last tokens, if D loads fewer than P summed"
 OTHER_STATE = "unverified: state after other tokens than P summed"
 UNALIGNED = "unverified: D's first block begins inside a unit of P"
 NO_WHOLE = "unverified: no unit holds equally many tokens on both sides"
-NOT_COMPARED = (PARTIAL, OTHER_STATE, UNALIGNED, NO_WHOLE)
+OTHER_RING = "unverified: rings of unequal sizes"
+NOT_COMPARED = (PARTIAL, OTHER_STATE, UNALIGNED, NO_WHOLE, OTHER_RING)
 
 AS_A_WHOLE = CHECK + "a load's own verdict follows from its blocks"
 SETS = CHECK + "what is summed is what is transferred"
 
 _EXPECTED = {
-    **dict.fromkeys((UNUSED, PADDING, CLEAN), ("verified",)),
+    **dict.fromkeys((UNUSED, PADDING, OPEN, CLEAN), ("verified",)),
     **dict.fromkeys((AS_A_WHOLE, SETS), ("verified",)),
     **dict.fromkeys(NOT_COMPARED, ("unverified",)),
 }
 
 
-def run_batch(seed: int, number: int) -> Tally:
-    """Draw a model, a pair of instances and loads, and damage them several times."""
+def run_batch(seed: int, number: int, only: str = "all") -> Tally:
+    """Draw a model, a pair of instances and loads, and damage them several times.
+
+    Args:
+        seed: of all batches.
+        number: of this batch.
+        only: which models are drawn, a key of `drawing.FAMILIES`.
+
+    """
     random = np.random.default_rng([seed, number])
-    groups = draw_model(random)
-    p_split, d_split = draw_splits(random)
+    groups = draw_model(random, only)
+    p_split, d_split = draw_splits(random, groups)
     loads = [
         _draw_load(random, i, p_split.block_size, d_split.block_size)
         for i in range(LOADS)
@@ -81,7 +84,7 @@ def run_batch(seed: int, number: int) -> Tally:
     _draw(tally, groups, p_split, d_split)
     sent = {x.req_id: p.transferred(x, 0, x.num_tokens) for x in loads}
     loaded = {x.req_id: d.transferred(x, x.first_token, x.end) for x in loads}
-    where = f"--depth blocks --seed {seed} --batch {number}"
+    where = repeat(DEPTH, seed, number, only)
     _note_sets(tally, sent, summed_p, f"P ({where})")
     _note_sets(tally, loaded, summed_d, f"D ({where})")
     kept = [cache.clone() for cache in d.caches]
@@ -159,10 +162,14 @@ def _chunks(
     for load in loads:
         fewer = load.end < load.num_tokens
         for group, (start, ids) in loaded[load.req_id].items():
-            if isinstance(d.groups[group], States):
+            model = d.groups[group]
+            if not holds_tokens(model):
                 chunk = Chunk(load.req_id, group, ids, 0, 1, load.end)
+                chunk.holds = model.holds
                 if fewer:
                     chunk.kind, chunk.compared = OTHER_STATE, (0, 0)
+                elif isinstance(model, Rings) and len(set(model.slots)) > 1:
+                    chunk.kind, chunk.compared = OTHER_RING, (0, 0)
                 chunks.append(chunk)
                 continue
             p_start, _ = sent[load.req_id][group]
@@ -172,7 +179,7 @@ def _chunks(
             for at in range(first, last):
                 own = ids[max(0, at * ratio - start) :][:ratio]
                 chunk = Chunk(load.req_id, group, own, at * ratio, size, load.end)
-                chunk.compared = (0, whole)
+                chunk.compared, chunk.holds = (0, whole), model.holds
                 if start % ratio:
                     chunk.kind, chunk.compared = UNALIGNED, (0, 0)
                 elif whole <= max(start * size, p_start * p_size):
@@ -187,7 +194,7 @@ def _damage(d: Side, chunks: list[Chunk], random: Generator) -> None:
     """Give every chunk a kind of damage."""
     at = 0
     while at < len(chunks):
-        kinds = STATE_KINDS if chunks[at].is_state else TOKEN_KINDS
+        kinds = KINDS_OF[chunks[at].holds]
         try:
             kind = kinds[random.integers(len(kinds))]
             at += strike(d.target, chunks, at, kind, random)

@@ -7,7 +7,7 @@ The kinds of the fault drill (`fault_damage.KINDS`) hit fixed places; these do n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,22 +22,23 @@ class Block:
     """The bytes of one block that count on one worker.
 
     Attributes:
-        layers: per layer, bytes ``(kernel blocks, heads, tokens, cell)``, views.
-        valid: tokens of it that count.
+        layers: per layer, bytes ``(kernel blocks, heads, slots, cell)``, views.
+        slots: the slots that count, in order; each holds what is called a token here.
 
     """
 
     layers: list[np.ndarray]
-    valid: int
+    slots: Sequence[int]
 
     def __post_init__(self) -> None:
+        self.valid = len(self.slots)
         _, self.heads, self.tokens, self.cell = self.layers[0].shape
         self.width = next(w for w in (8, 4, 2, 1) if self.cell % w == 0)
         self.per_token = self.cell // self.width
         self.words = self.heads * self.valid * self.per_token
 
     def token(self, layer: int, head: int, token: int) -> np.ndarray:
-        kernel, slot = divmod(token, self.tokens)
+        kernel, slot = divmod(int(self.slots[token]), self.tokens)
         return self.layers[layer][kernel, head, slot]
 
     def word(self, layer: int, number: int) -> np.ndarray:

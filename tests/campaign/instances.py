@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from kv_checksum.rig import caches as u
-from kv_checksum.rig import hybrid
+from kv_checksum.rig import compressing, hybrid
 from kv_checksum.rig import instances as rig
 
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import LayerCache
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MLAAttentionSpec
 
-from .models import Generator
+from .models import Generator, Kept, Part
 from .strike import Target, Worker
 
 
@@ -119,13 +119,16 @@ FAMILIES = (
     "states alone",
     "window and states",
     "draft and states",
+    "latents with a ring",
 )
-"""Of the last two, groups lag behind one another at local prefix hits."""
+"""Of those with an "and", groups lag behind one another at local prefix hits."""
 
 
-def draw_instances(random: Generator, settings: dict[str, Any]) -> tuple[Any, Any]:
-    """Return P and D; `settings` are D's."""
-    family = str(random.choice(FAMILIES))
+def draw_instances(
+    random: Generator, settings: dict[str, Any], only: str = "all"
+) -> tuple[Any, Any]:
+    """Return P and D; `settings` are D's, `only` is a key of `drawing.FAMILIES`."""
+    family = str(random.choice(FAMILIES if only == "all" else FAMILIES[-1:]))
     lags = " and " in family
     # With Mooncake, local hits end where the group ends that holds least.
     transport = str(random.choice(["pull", "push"] * (1 + lags) + ["mooncake"]))
@@ -142,6 +145,10 @@ def draw_instances(random: Generator, settings: dict[str, Any]) -> tuple[Any, An
         make = Mla
     elif family == "chunked":
         make = Chunked
+    elif family == "latents with a ring":
+        make = compressing.Compressing
+        sizes = [(64, 64), (64, 128), (128, 64)][random.integers(3)]
+        both["ring"] = int(random.choice([8, 16]))
     elif family not in ("GQA", "window"):
         make = WithDraft if family == "draft and states" else hybrid.Hybrid
         sizes = (16, 16)
@@ -183,6 +190,8 @@ def describe(instance: Any) -> str:
     groups = [type(spec).__name__ for spec in instance.specs]
     if isinstance(instance, WithDraft):
         groups[1] += " (draft)"
+    if isinstance(instance, compressing.Compressing):
+        groups += [f"latents of {sorted(compressing.LATENTS.values())}", "ring"]
     if isinstance(instance, hybrid.Hybrid):
         groups = groups if instance.tokens else []
         groups.append(f"MambaSpec ({instance.family_name}, {instance.mode})")
@@ -241,6 +250,25 @@ def prompt_kv_is_right(d: Any, request: Any) -> bool | None:
     return True
 
 
+def holds_of(d: Any, group: int) -> str:
+    """Return what the blocks of one of D's groups hold, a key of `strike.KINDS_OF`."""
+    if group < len(d.layers):
+        return "tokens"
+    if not isinstance(d, compressing.Compressing):
+        return "state"
+    return "latents" if group == len(d.layers) else "ring"
+
+
+def kept_of(d: Any, name: str) -> Kept:
+    """Return what the slots of one of D's layers hold."""
+    if not isinstance(d, compressing.Compressing):
+        return Kept()
+    number = int(name.split(".")[2])
+    if number == compressing.RING_LAYER:
+        return Kept(ring=(d.ring, compressing.RING_GROUP))
+    return Kept(compressing.LATENTS.get(number, 1))
+
+
 def covered(cache: torch.Tensor, num_blocks: int) -> Any:
     """Return a view ``(blocks, kernel blocks, heads, tokens, cell)`` of what counts."""
     return cache.view(torch.uint8).unflatten(0, (num_blocks, -1)).numpy()
@@ -248,14 +276,19 @@ def covered(cache: torch.Tensor, num_blocks: int) -> Any:
 
 def target_of(d: Any) -> Target:
     """Return D's caches, per KV cache group and worker."""
-    groups = d.kv_config.kv_cache_groups
+    # The scheduler's configuration names the first worker's layers alone.
+    groups = d.model_kv_config.kv_cache_groups
     target = Target([[] for _ in groups], [[] for _ in groups])
     for stage in range(d.pp):
         for rank in range(d.tp):
             caches = d.caches_of(stage, rank)
             for group, workers in zip(groups, target.workers, strict=True):
                 own = [caches[n] for n in group.layer_names if n in caches]
-                counts = [covered(c, d.num_blocks) for c in own]
+                counts = [
+                    Part(covered(caches[n], d.num_blocks), kept_of(d, n), n)
+                    for n in group.layer_names
+                    if n in caches
+                ]
                 # How the fault drill's damage gets at them.
                 layers = [LayerCache(c, d.num_blocks) for c in own]
                 workers.append(Worker(layers, counts, rank))

@@ -26,23 +26,28 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumPayload
 from vllm.v1.engine import FinishReason
 
+from .drawing import where
 from .instances import (
     describe,
     draw_instances,
     evict_some,
     first_token_kept,
+    holds_of,
     prompt_kv_is_right,
     target_of,
 )
 from .models import compared_size, conv_layout
 from .sides import keep_verdicts
-from .strike import PADDING, TOKEN_KINDS, UNUSED, Chunk, content, strike
-from .strike import STATE_KINDS as ALL_STATE_KINDS
+from .strike import KINDS_OF as ALL_KINDS_OF
+from .strike import OPEN, PADDING, UNUSED, Chunk, content, strike
 from .tally import CHECK, CLEAN, Tally
 
 DEPTH = "loads"
 
-STATE_KINDS = tuple(kind for kind in ALL_STATE_KINDS if kind != PADDING)
+KINDS_OF = {
+    holds: tuple(kind for kind in kinds if kind != PADDING)
+    for holds, kinds in ALL_KINDS_OF.items()
+}
 """The pages of these instances have no padding."""
 
 WAVES = 16
@@ -61,7 +66,8 @@ EMPTY = CHECK + "tables empty afterwards"
 CHECKS = (SETS, ONE_VERDICT, WHOLE_PROMPT, EMPTY)
 
 _EXPECTED = {
-    **dict.fromkeys((UNUSED, WRONG_BEFORE, LATE, WINDOW_START, CLEAN), ("verified",)),
+    **dict.fromkeys((UNUSED, OPEN, WRONG_BEFORE, LATE, WINDOW_START), ("verified",)),
+    CLEAN: ("verified",),
     **dict.fromkeys(CHECKS, ("verified",)),
     **dict.fromkeys(PAYLOAD_KINDS, ("unverified",)),
     UNALIGNED: ("unverified",),
@@ -96,11 +102,11 @@ class _Plan:
 class Pair:
     """P and D of one drawn configuration, and the damage done to their loads."""
 
-    def __init__(self, seed: int, number: int) -> None:
+    def __init__(self, seed: int, number: int, only: str) -> None:
         self.random = np.random.default_rng([seed, number])
-        self.where = f"--depth loads --seed {seed} --batch {number}"
+        self.where = where(DEPTH, seed, number, only)
         self.mode = str(self.random.choice(list(_MODES)))
-        self.p, self.d = draw_instances(self.random, _MODES[self.mode])
+        self.p, self.d = draw_instances(self.random, _MODES[self.mode], only)
         # KV that is wrong for good and not seen would spoil the look at later
         # answers, which may rest on it: in other batches there is none.
         self.spoils = self.mode != "recompute" and self.random.random() < 0.4
@@ -182,12 +188,12 @@ class Pair:
         plan.block_ids = block_ids
         chunks = self._chunks(req_id, block_ids)
         first = [c.start for c in chunks if not c.group][:1] or [1 << 30]
-        lag = any(c.group and not c.is_state and c.start < first[0] for c in chunks)
+        lag = any(c.group and c.block_size > 1 and c.start < first[0] for c in chunks)
         self.tally.draw(DEPTH, loads_in_which_a_group_lags=lag)
         before = [content(self.target, chunk) for chunk in chunks]
         compared = [content(self.target, chunk, compared=True) for chunk in chunks]
         limits = [chunk.kind for chunk in chunks]
-        if plan.kind in (*TOKEN_KINDS, *STATE_KINDS):
+        if any(plan.kind in kinds for kinds in KINDS_OF.values()):
             self._damage(plan, chunks)
         after = [content(self.target, chunk) for chunk in chunks]
         for i, (chunk, old) in enumerate(zip(chunks, compared, strict=True)):
@@ -214,7 +220,7 @@ class Pair:
         limits = [chunk.kind for chunk in chunks]
         for _ in range(50):
             at = int(self.random.integers(len(chunks)))
-            kinds = STATE_KINDS if chunks[at].is_state else TOKEN_KINDS
+            kinds = KINDS_OF[chunks[at].holds]
             if plan.kind not in kinds:
                 plan.kind = kinds[self.random.integers(len(kinds))]
             if limits[at] != CLEAN and not self.spoils:
@@ -235,16 +241,20 @@ class Pair:
         size, p_size = self.d.block_size, self.p.block_size
         chunks = []
         for group, ids in enumerate(block_ids):
-            if group >= len(self.d.layers):
+            holds = holds_of(self.d, group)
+            if holds not in ("tokens", "latents"):
                 spec = self.d.kv_config.kv_cache_groups[group].kv_cache_spec
                 state = loaded.without_scratch(ids, spec)
-                chunks += [Chunk(req_id, group, state, 0, 1, end)] if state else []
+                one = Chunk(req_id, group, state, 0, 1, end, holds=holds)
+                chunks += [one] if state else []
                 continue
             first = -(-end // size) - len(ids)
-            sent = first_token_kept(self.p.specs[group], end) // p_size * p_size
+            sent = 0
+            if holds == "tokens":
+                sent = first_token_kept(self.p.specs[group], end) // p_size * p_size
             unit = compared_size(p_size, size)
             for at, block in enumerate(ids, first):
-                chunk = Chunk(req_id, group, [block], at, size, end)
+                chunk = Chunk(req_id, group, [block], at, size, end, holds=holds)
                 if first * size % unit:
                     chunk.kind, chunk.compared = UNALIGNED, (0, 0)
                 elif at * size < sent:
@@ -277,11 +287,12 @@ class Pair:
             self._release(request)
 
     def _draw_kind(self) -> str:
-        kinds = [*TOKEN_KINDS, *PAYLOAD_KINDS]
+        kinds = [*KINDS_OF["tokens"], *PAYLOAD_KINDS]
         if self.spoils:
             kinds += [WRONG_BEFORE, LATE]
-        if not self.only_tokens:
-            kinds += STATE_KINDS
+        for group in range(len(self.target.workers)):
+            holds = holds_of(self.d, group)
+            kinds += KINDS_OF[holds] if holds != "tokens" else ()
         return str(kinds[self.random.integers(len(kinds))])
 
     def _look_at(self, request: Any) -> None:
@@ -292,8 +303,8 @@ class Pair:
             return
         if plan.kind == LATE and not plan.changed and plan.block_ids:
             group = max(g for g, ids in enumerate(plan.block_ids) if ids)
-            worker = next(w for w in self.target.workers[group] if w.covered)
-            worker.covered[0][plan.block_ids[group][-1]] ^= 1
+            worker = next(w for w in self.target.workers[group] if w.parts)
+            worker.parts[0].covered[plan.block_ids[group][-1]] ^= 1
             plan.changed = True
         if request.num_output_tokens != 1:
             return
@@ -418,10 +429,10 @@ def _begin_alike(payload: KVChecksumPayload, prompt: list[int]) -> bool:
     )
 
 
-def run_batch(seed: int, number: int) -> Tally:
+def run_batch(seed: int, number: int, only: str = "all") -> Tally:
     """Draw a pair of instances, and run its loads."""
     with conv_layout("DS"):  # the only one that NIXL transfers
-        pair = Pair(seed, number)
+        pair = Pair(seed, number, only)
         for wave in range(WAVES):
             pair.wave(damaged=wave % 2 > 0)
         pair.check_end()

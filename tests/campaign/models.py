@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Draw model layouts: KV cache groups, and how an instance splits and stores them."""
+"""Describe KV cache groups, and how an instance splits and stores them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -27,32 +27,55 @@ Generator = np.random.Generator
 # For tensors this small, threads cost more than they bring.
 torch.set_num_threads(1)
 
-FAMILIES = (
-    ("GQA",),
-    ("MLA",),
-    ("sliding window",),
-    ("GQA", "sliding window"),
-    ("mamba2, 1 group",),
-    ("gated delta net",),
-    ("GQA", "mamba2, 4 groups"),
-    ("GQA", "gated delta net"),
-    ("GQA", "kda"),
-)
-"""KV cache groups of the models that are drawn."""
-
 STATE_PADDING = 16
 """Bytes of a state's page behind the states; they do not count."""
 
 
 @dataclass(frozen=True)
+class Kept:
+    """How the slots of a block hold what is kept of tokens.
+
+    Attributes:
+        ratio: tokens of the state that a slot holds.
+        ring: slots of a ring, and the tokens that are compressed together; None if
+            blocks hold no rings.
+
+    """
+
+    ratio: int = 1
+    ring: tuple[int, int] | None = None
+
+
+class Part(NamedTuple):
+    """What counts of one layer's cache, or a segment of it.
+
+    Attributes:
+        covered: bytes ``(blocks, kernel blocks, heads, slots, cell)``, a view.
+        kept: what its slots hold.
+        index: which layer of the group it is, and which segment.
+
+    """
+
+    covered: np.ndarray
+    kept: Kept
+    index: Any
+
+
+@dataclass(frozen=True)
 class Split:
-    """An instance's split of a model, and the layout of its caches."""
+    """An instance's split of a model, and the layout of its caches.
+
+    Attributes:
+        consumes: 1 on D, 0 on P.
+
+    """
 
     tp: int
     pp: int
     block_size: int
     layout: str
     conv_layout: str
+    consumes: int = 0
 
     def stage(self, index: int, layers: int) -> int:
         """Return the PP stage of a group's layer number `index`."""
@@ -78,7 +101,12 @@ class Attention:
     window: int
     values: str
 
-    def spec(self, split: Split, tp: int) -> Any:
+    holds = "tokens"
+
+    def formats(self, here: Sequence[int]) -> dict[str, Any]:
+        return {}
+
+    def spec(self, split: Split, tp: int, here: Sequence[int] = ()) -> Any:
         size = dict(
             block_size=split.block_size, head_size=self.head_size, dtype=self.dtype
         )
@@ -101,7 +129,7 @@ class Attention:
         return slice(first, first + local)
 
     def new_cache(
-        self, split: Split, rank: int, num_blocks: int, random: Generator
+        self, split: Split, rank: int, num_blocks: int, random: Generator, index: int
     ) -> torch.Tensor:
         heads = self.heads_of(rank, split.tp)
         shape = (
@@ -138,16 +166,13 @@ class Attention:
 
         Slots behind the last token keep what was there.
         """
-        _, ratio, heads, tokens, cell = blocks.shape
-        whole = blocks[ids].transpose(0, 1, 3, 2, 4).reshape(-1, heads, cell)
-        mine = content[index][:, self.heads_of(rank, split.tp)]
-        whole[: len(mine)] = mine
-        whole = whole.reshape(len(ids), ratio, tokens, heads, cell)
-        blocks[ids] = whole.transpose(0, 1, 3, 2, 4)
+        fill(blocks, ids, content[index][:, self.heads_of(rank, split.tp)])
 
-    def covered(self, cache: torch.Tensor, split: Split, num_blocks: int) -> np.ndarray:
-        """Return the covered bytes ``(blocks, kernel blocks, heads, tokens, cell)``."""
-        return cache.view(torch.uint8).unflatten(0, (num_blocks, -1)).numpy()
+    def parts(
+        self, cache: torch.Tensor, split: Split, num_blocks: int, index: int
+    ) -> list[Part]:
+        covered = cache.view(torch.uint8).unflatten(0, (num_blocks, -1)).numpy()
+        return [Part(covered, Kept(), index)]
 
 
 @dataclass(frozen=True)
@@ -157,11 +182,16 @@ class States:
     family: str
     layers: tuple[int, ...]
 
+    holds = "state"
+
     @property
     def _states(self) -> Any:
         return states.FAMILIES[self.family]
 
-    def spec(self, split: Split, tp: int) -> MambaSpec:
+    def formats(self, here: Sequence[int]) -> dict[str, Any]:
+        return {}
+
+    def spec(self, split: Split, tp: int, here: Sequence[int] = ()) -> MambaSpec:
         with conv_layout(split.conv_layout):
             return MambaSpec(
                 block_size=2048,
@@ -171,7 +201,7 @@ class States:
             )
 
     def new_cache(
-        self, split: Split, rank: int, num_blocks: int, random: Generator
+        self, split: Split, rank: int, num_blocks: int, random: Generator, index: int
     ) -> torch.Tensor:
         size = self.spec(split, split.tp).state_content_size_bytes
         shape = (num_blocks, 1, 1, size + -size % 8 + STATE_PADDING)
@@ -196,12 +226,28 @@ class States:
         page = states.page_of(*local, split.conv_layout)
         blocks[ids[0], 0, 0, 0] = np.frombuffer(page, np.uint8)
 
-    def covered(self, cache: torch.Tensor, split: Split, num_blocks: int) -> np.ndarray:
+    def parts(
+        self, cache: torch.Tensor, split: Split, num_blocks: int, index: int
+    ) -> list[Part]:
         size = self.spec(split, split.tp).state_content_size_bytes
-        return cache.view(torch.uint8)[:, None, :, :, :size].numpy()
+        covered = cache.view(torch.uint8)[:, None, :, :, :size].numpy()
+        return [Part(covered, Kept(), index)]
 
 
-Group = Attention | States
+def fill(blocks: np.ndarray, ids: Sequence[int], content: np.ndarray) -> None:
+    """Write a request's bytes into its blocks; slots behind keep what was there.
+
+    Args:
+        blocks: ``(blocks, kernel blocks, heads, slots, cell)``, changed in place.
+        ids: the request's blocks.
+        content: ``(slots of the request, heads, cell)``.
+
+    """
+    _, ratio, heads, slots, cell = blocks.shape
+    whole = blocks[ids].transpose(0, 1, 3, 2, 4).reshape(-1, heads, cell)
+    whole[: len(content)] = content
+    whole = whole.reshape(len(ids), ratio, slots, heads, cell)
+    blocks[ids] = whole.transpose(0, 1, 3, 2, 4)
 
 
 def conv_layout(layout: str) -> AbstractContextManager[object]:
@@ -211,71 +257,7 @@ def conv_layout(layout: str) -> AbstractContextManager[object]:
 
 LAYOUTS = {layout.__name__: layout for layout in cells.LAYOUTS}
 
-DTYPES_AND_SIZES = (
-    (torch.bfloat16, 8),
-    (torch.bfloat16, 16),
-    (torch.float32, 8),
-    (torch.float8_e4m3fn, 16),
-    (torch.float8_e4m3fn, 6),
-    (torch.float8_e4m3fn, 5),
-)
-
-BLOCK_SIZES = (
-    (16, 16),
-    (8, 8),
-    (32, 32),
-    (16, 32),
-    (32, 16),
-    (8, 32),
-    (32, 8),
-    (96, 64),
-    (24, 8),
-)
-
 
 def compared_size(p_size: int, d_size: int) -> int:
     """Return the tokens that are compared as one, if one block size fits the other."""
     return max(16 if size % 16 == 0 else size for size in (p_size, d_size))
-
-
-def draw_model(random: Generator) -> list[Group]:
-    """Return a model's KV cache groups; layer numbers are spread over groups."""
-    families = FAMILIES[random.integers(len(FAMILIES))]
-    numbers = random.permutation(60)[: 4 * len(families)]
-    heads = int(2 ** random.integers(4))
-    groups: list[Group] = []
-    for at, family in enumerate(families):
-        count = int(random.integers(1, 5))
-        layers = tuple(sorted(map(int, numbers[4 * at : 4 * at + count])))
-        if family in states.FAMILIES:
-            groups.append(States(family, layers))
-            continue
-        dtype, head_size = DTYPES_AND_SIZES[random.integers(len(DTYPES_AND_SIZES))]
-        groups.append(
-            Attention(
-                family,
-                layers,
-                1 if family == "MLA" else heads,
-                2 * head_size if family == "MLA" else head_size,
-                dtype,
-                int(random.integers(20, 200)),
-                str(random.choice(["normal", "normal", "any bytes", "few values"])),
-            )
-        )
-    return groups
-
-
-def draw_splits(random: Generator) -> tuple[Split, Split]:
-    """Draw how P and D split the model."""
-    sizes = BLOCK_SIZES[random.integers(len(BLOCK_SIZES))]
-
-    def split(block_size: int) -> Split:
-        return Split(
-            int(2 ** random.integers(3)),
-            int(random.integers(1, 3)),
-            block_size,
-            str(random.choice(list(LAYOUTS))),
-            str(random.choice(["DS", "SD"])),
-        )
-
-    return split(sizes[0]), split(sizes[1])

@@ -59,30 +59,32 @@ def start_worker() -> None:
     quiet()
 
 
-def run_batch(depth: str, seed: int, number: int) -> Tally:
+def run_batch(depth: str, seed: int, number: int, only: str = "all") -> Tally:
     """Run one batch; it is the same for the same arguments, whatever ran before."""
     if depth == "blocks":
         from campaign import blocks
 
-        return blocks.run_batch(seed, number)
+        return blocks.run_batch(seed, number, only)
     if depth == "tiers":
         from campaign import tiers
 
         return tiers.run_batch(seed, number)
     from campaign import loads
 
-    return loads.run_batch(seed, number)
+    return loads.run_batch(seed, number, only)
 
 
-def tallies(depth: str, seed: int, jobs: int, pool: Executor | None) -> Iterator[Tally]:
+def tallies(
+    depth: str, seed: int, jobs: int, pool: Executor | None, only: str = "all"
+) -> Iterator[Tally]:
     """Yield tallies of batches 0, 1, ... in order; without a pool, run them here."""
     ahead: deque[Future[Tally]] = deque()
     try:
         for number in range(10**9):
             if pool is None:
-                yield run_batch(depth, seed, number)
+                yield run_batch(depth, seed, number, only)
                 continue
-            ahead.append(pool.submit(run_batch, depth, seed, number))
+            ahead.append(pool.submit(run_batch, depth, seed, number, only))
             if len(ahead) > 2 * jobs:
                 yield ahead.popleft().result()
     finally:
@@ -97,12 +99,13 @@ def run(
     tally: Tally,
     jobs: int = 1,
     pool: Executor | None = None,
+    only: str = "all",
 ) -> int:
     """Add batches to `tally` until the goal is reached; how many there were."""
     began = said = time.monotonic()
     number = 0
     with (
-        closing(tallies(depth, seed, jobs, pool)) as batches,  # type: ignore[type-var]
+        closing(tallies(depth, seed, jobs, pool, only)) as batches,  # type: ignore[type-var]
         progress.bar(goal.damaged, depth, " damaged") as bar,
     ):
         while not goal.reached(tally, depth):
@@ -172,6 +175,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch", type=int, help="only this batch, as examples of --depth name it"
     )
+    parser.add_argument(
+        "--families",
+        choices=("all", "compressed"),
+        default="all",
+        help="models that compress alone; they have no depth tiers",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="written at the end")
     args = parser.parse_args()
@@ -207,14 +216,21 @@ def main() -> int:
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(args.jobs, context, initializer=start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
-        for depth in [args.depth] if args.depth else DEPTHS:
+        depths = DEPTHS if args.families == "all" else DEPTHS[:2]
+        for depth in [args.depth] if args.depth else depths:
             began = time.monotonic()
             try:
                 if args.batch is not None:
-                    tally.add(run_batch(depth, args.seed, args.batch))
+                    tally.add(run_batch(depth, args.seed, args.batch, args.families))
                 else:
                     batches[depth] = run(
-                        depth, args.seed, goals[depth], tally, args.jobs, pool
+                        depth,
+                        args.seed,
+                        goals[depth],
+                        tally,
+                        args.jobs,
+                        pool,
+                        args.families,
                     )
             except KeyboardInterrupt:
                 stopped = True

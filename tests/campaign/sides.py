@@ -27,7 +27,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import RequestStatus
 
-from .models import Attention, Generator, Group, Split
+from .drawing import Group
+from .models import Attention, Generator, Split
 from .strike import Target, Worker
 
 Blocks = dict[int, tuple[int, list[int]]]
@@ -96,13 +97,14 @@ class Side:
         for group in self.groups:
             ids = iter((1 + random.permutation(self.num_blocks - 1)).tolist())
             for load, number in zip(loads, need, strict=True):
-                number = number if isinstance(group, Attention) else 1
+                number = number if holds_tokens(group) else 1
                 rows[load.req_id].append([next(ids) for _ in range(number)])
             self.target.others.append([next(ids) for _ in range(8)])
         return rows
 
     def _worker(self, stage: int, rank: int, random: Generator) -> Any:
         caches: dict[str, Any] = {}
+        formats: dict[str, Any] = {}
         configs = []
         for group, workers in zip(self.groups, self.target.workers, strict=True):
             here = [
@@ -111,14 +113,20 @@ class Side:
                 if self.split.stage(index, len(group.layers)) == stage
             ]
             own = [
-                group.new_cache(self.split, rank, self.num_blocks, random) for _ in here
+                group.new_cache(self.split, rank, self.num_blocks, random, index)
+                for index in here
             ]
             names = u.names(*(group.layers[index] for index in here))
             caches.update(zip(names, own, strict=True))
-            configs.append((names, group.spec(self.split, self.split.tp)))
-            covered = [group.covered(c, self.split, self.num_blocks) for c in own]
+            formats.update(group.formats(here))
+            configs.append((names, group.spec(self.split, self.split.tp, here)))
+            parts = [
+                part
+                for index, cache in zip(here, own, strict=True)
+                for part in group.parts(cache, self.split, self.num_blocks, index)
+            ]
             layers = [LayerCache(c, self.num_blocks) for c in own]
-            workers.append(Worker(layers, covered, rank, here))
+            workers.append(Worker(layers, parts, rank))
             self.caches += own
         heads = {g.heads for g in self.groups if isinstance(g, Attention)}
         self.kv_configs.append(u.config(self.num_blocks, *configs))
@@ -129,6 +137,7 @@ class Side:
             tp_size=self.split.tp,
             pp_rank=stage,
             uniform=heads.pop() if len(heads) == 1 else None,
+            formats=formats,
         )
 
     def _scheduler_part(self) -> KVChecksumScheduler:
@@ -165,17 +174,22 @@ class Side:
             ):
                 content = group.content(load.num_tokens, load.seed)
                 for worker in workers:
-                    for index, blocks in zip(
-                        worker.indices, worker.covered, strict=True
-                    ):
-                        group.put(blocks, self.split, worker.rank, index, ids, content)
+                    for part in worker.parts:
+                        group.put(
+                            part.covered,
+                            self.split,
+                            worker.rank,
+                            part.index,
+                            ids,
+                            content,
+                        )
 
     def _kv_cache_blocks(self, load: Load) -> KVCacheBlocks:
         """Return a load's blocks as it starts; any before its first token are local."""
         groups = []
         for group, ids in zip(self.groups, self.rows[load.req_id], strict=True):
             blocks = [KVCacheBlock(i) for i in ids]
-            if isinstance(group, Attention):
+            if holds_tokens(group):
                 blocks = blocks[: -(-load.end // self.split.block_size)]
                 for block in blocks[: load.first_token // self.split.block_size]:
                     block.set_block_hash(BlockHashWithGroupId(b"local"))
@@ -202,17 +216,17 @@ class Side:
     def transferred(self, load: Load, first_token: int, end: int) -> Blocks:
         """Return what connectors transfer of tokens ``[first_token, end)``, per group.
 
-        Of a window what they clip it to, of states the running one.
+        Of a window what they clip it to, of states the running one, of rings all.
         """
         size, found = self.split.block_size, {}
         for at, (group, row) in enumerate(
             zip(self.groups, self.rows[load.req_id], strict=True)
         ):
-            if not isinstance(group, Attention):
+            if not holds_tokens(group):
                 found[at] = (0, row)
                 continue
             first, last = first_token // size, -(-end // size)
-            if group.family == "sliding window":
+            if isinstance(group, Attention) and group.family == "sliding window":
                 first = max(first, last - (-(-group.window // size) + 1))
             found[at] = (first, row[first:last])
         return found
@@ -261,6 +275,11 @@ class Side:
         self.verdicts.clear()
         self.checksums.verify(output, requests)
         return dict(self.verdicts), summed
+
+
+def holds_tokens(group: Group) -> bool:
+    """Tell whether blocks of a group follow the tokens, whatever they keep of them."""
+    return group.holds in ("tokens", "latents")
 
 
 def _plain(blocks: KVChecksumBlocks) -> Blocks:

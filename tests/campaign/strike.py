@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
     KINDS,
@@ -16,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
     inflict,
 )
 
-from . import damage
-from .models import Generator
+from . import copies, damage
+from .models import Generator, Kept, Part
 from .tally import CLEAN
 
 RUN_KINDS = ("other_request", "shift_blocks", "swap_blocks")
@@ -25,29 +23,44 @@ RUN_KINDS = ("other_request", "shift_blocks", "swap_blocks")
 
 UNUSED = "limit: slots past the last token"
 PADDING = "limit: padding of a state's page"
+OPEN = "limit: open groups, and other slots of rings"
+
+HALF_WRITTEN = "half of a block is not written"
+OTHER_GROUP = "a block of another group"
+OTHER_LOAD = "a block of another load"
+_COPIES = (HALF_WRITTEN, OTHER_GROUP, OTHER_LOAD)
 
 TOKEN_KINDS = (*KINDS, *damage.DRAWN, UNUSED)
 STATE_KINDS = ("zero_block", "stale_block", "roll_layers", *damage.DRAWN, PADDING)
 """What can be done to blocks of tokens and to blocks of states."""
 
+RING_KINDS = ("zero_block", "stale_block", *_COPIES, *damage.DRAWN, *3 * (OPEN,))
+LATENT_KINDS = ("other_request", "shift_blocks", "swap_blocks", *RING_KINDS)
+"""Likewise to rings, and to blocks of states that each cover several tokens."""
 
-@dataclass
+KINDS_OF = {
+    "tokens": TOKEN_KINDS,
+    "state": STATE_KINDS,
+    "latents": LATENT_KINDS,
+    "ring": RING_KINDS,
+}
+"""By what blocks hold."""
+
+
+@dataclass(eq=False)
 class Worker:
     """One worker's caches of a KV cache group.
 
     Attributes:
         layers: the layers here, as the fault drill takes them.
-        covered: what counts per layer: bytes ``(blocks, kernel blocks, heads,
-            tokens, cell)``, views of the caches.
+        parts: what counts of them.
         rank: its TP rank.
-        indices: which of the group's layers they are.
 
     """
 
     layers: list[LayerCache]
-    covered: list[np.ndarray]
+    parts: list[Part]
     rank: int = 0
-    indices: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -56,9 +69,10 @@ class Chunk:
 
     Attributes:
         start: position of the first.
-        block_size: tokens in each; 1 for a state.
+        block_size: tokens in each; 1 for a state or a ring.
         end: tokens of the request that the load covers.
         compared: of which tokens of the request sums are compared.
+        holds: what they hold, a key of `KINDS_OF`.
 
     """
 
@@ -70,23 +84,37 @@ class Chunk:
     end: int
     kind: str = CLEAN
     compared: tuple[int, int] = (0, 2**62)
+    holds: str = "tokens"
 
-    def slots(self, at: int, compared: bool) -> slice:
-        """Return the token slots of block number `at` that count, or those compared."""
+    def slots(self, at: int, kept: Kept, compared: bool = False) -> range:
+        """Return the slots of block number `at` that count, or those compared.
+
+        A state of several tokens counts if all of them do, with the last one. Of a ring
+        these are the positions, whose slots are their remainders.
+        """
+        low, high = self.compared if compared else (0, self.end)
+        high = min(high, self.end)
+        if kept.ring is not None:
+            # The last token's group, but for the token that completes it.
+            together = kept.ring[1]
+            first = (self.end - 1) // together * together
+            whole = high == self.end
+            return range(first, min(self.end, first + together - 1) if whole else first)
         first = (self.start + at) * self.block_size
-        if not compared:
-            return slice(0, self.valid(at))
-        low, high = (max(0, token - first) for token in self.compared)
-        return slice(low, min(high, self.valid(at)))
+        begin = -(-(low - first + 1) // kept.ratio) - 1
+        stop = min(self.block_size, max(0, high - first)) // kept.ratio
+        return range(max(0, begin), stop)
+
+    def counted(self, at: int, kept: Kept, compared: bool = False) -> slice | list[int]:
+        """Return `slots` as an index into a block's slots."""
+        slots = self.slots(at, kept, compared)
+        if kept.ring is not None:
+            return [position % kept.ring[0] for position in slots]
+        return slice(slots.start, max(slots.start, slots.stop))
 
     def valid(self, at: int) -> int:
         """Return the tokens that count in block number `at`."""
-        first = (self.start + at) * self.block_size
-        return max(0, min(self.block_size, self.end - first))
-
-    @property
-    def is_state(self) -> bool:
-        return self.block_size == 1
+        return len(self.slots(at, Kept()))
 
 
 @dataclass
@@ -107,12 +135,12 @@ def content(target: Target, chunk: Chunk, compared: bool = False) -> bytes:
     """Return a chunk's bytes that count on all workers, or those compared."""
     parts = []
     for worker in target.workers[chunk.group]:
-        for blocks in worker.covered:
+        for blocks, kept, _ in worker.parts:
             _, heads, _, cell = blocks.shape[1:]
             for at, block in enumerate(chunk.ids):
                 tokens = blocks[block].transpose(0, 2, 1, 3)
                 tokens = tokens.reshape(-1, heads, cell)
-                parts.append(tokens[chunk.slots(at, compared)].tobytes())
+                parts.append(tokens[chunk.counted(at, kept, compared)].tobytes())
     return b"".join(parts)
 
 
@@ -132,12 +160,12 @@ def strike(
     worker = workers[random.integers(len(workers))]
     hit = [chunk]
     if kind in damage.DRAWN:
-        block = int(random.integers(len(chunk.ids)))
-        valid = chunk.valid(block)
-        if not valid:
-            raise NotApplicable("no token of the block counts")
-        layers = [covered[chunk.ids[block]] for covered in worker.covered]
-        damage.DRAWN[kind](random, damage.Block(layers, valid))
+        damage.DRAWN[kind](random, _block(worker, chunk, random))
+    elif kind == OPEN:
+        _overwrite_uncounted(worker, chunk)
+    elif kind in _COPIES:
+        at = target.workers[chunk.group].index(worker)
+        copies.inflict(kind, target, chunks, chunk, at, random)
     elif kind in (UNUSED, PADDING):
         _overwrite_uncovered(worker, chunk, kind)
     else:
@@ -150,6 +178,23 @@ def strike(
     for one in hit:
         one.kind = kind
     return len(hit)
+
+
+def _block(worker: Worker, chunk: Chunk, random: Generator) -> damage.Block:
+    """Return a block of a chunk: layers that are kept alike, and what counts."""
+    at = int(random.integers(len(chunk.ids)))
+    alike: dict[object, list[Part]] = {}
+    for part in worker.parts:
+        if chunk.slots(at, part.kept):
+            alike.setdefault((part.kept, part.covered.shape), []).append(part)
+    if not alike:
+        raise NotApplicable("no token of the block counts")
+    chosen = list(alike.values())
+    parts = chosen[random.integers(len(chosen))] if len(chosen) > 1 else chosen[0]
+    slots = chunk.counted(at, parts[0].kept)
+    if isinstance(slots, slice):
+        slots = list(range(slots.start, slots.stop))
+    return damage.Block([part.covered[chunk.ids[at]] for part in parts], slots)
 
 
 def _run_of(chunks: list[Chunk], at: int, most: int) -> list[Chunk]:
@@ -176,7 +221,7 @@ def _inflict(
     others = target.others[first.group]
     turn = int(random.integers(len(others))) if others else 0
     load = (ids, first.start, first.end, others[turn:] + others[:turn])
-    if first.is_state:
+    if first.block_size == 1:
         load = (ids, 0, 1, load[3])
     reasons = []
     for worker in workers:
@@ -194,11 +239,20 @@ def _overwrite_uncovered(worker: Worker, chunk: Chunk, kind: str) -> None:
     valid = chunk.valid(at)
     if kind == UNUSED and valid == chunk.block_size:
         raise NotApplicable("every token of the block counts")
-    for layer, covered in zip(worker.layers, worker.covered, strict=True):
+    for layer, part in zip(worker.layers, worker.parts, strict=True):
         raw = layer.blocks[chunk.ids[at]].numpy()
         if kind == PADDING:
-            raw[..., covered.shape[-1] :] ^= 0x5A
+            raw[..., part.covered.shape[-1] :] ^= 0x5A
             continue
         tokens = raw.shape[2]
         for slot in range(valid, chunk.block_size):
             raw[slot // tokens, :, slot % tokens] ^= 0x5A
+
+
+def _overwrite_uncounted(worker: Worker, chunk: Chunk) -> None:
+    """Write other bytes wherever nothing counts: all are changed, and some back."""
+    for at, block in enumerate(chunk.ids):
+        for layer in worker.layers:
+            layer.blocks[block].bitwise_xor_(0x5A)
+        for covered, kept, _ in worker.parts:
+            covered[block][:, :, chunk.counted(at, kept)] ^= 0x5A

@@ -10,10 +10,12 @@ import pytest
 
 from campaign import blocks, loads, tiers
 from campaign import run as program
+from campaign.strike import HALF_WRITTEN, OPEN, OTHER_GROUP, OTHER_LOAD
 from campaign.tally import CHECK, CLEAN, Tally
 from vllm.distributed.kv_transfer.kv_checksum.scheduler import scheduler
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import KnownSums
 from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import Ring
 
 CHECKS = {
     "blocks": (blocks.AS_A_WHOLE, blocks.SETS),
@@ -28,10 +30,10 @@ def no_log_lines(monkeypatch):
     monkeypatch.setattr(program, "quiet", lambda: None)
 
 
-def run(depth, damaged, clean, seed=1):
+def run(depth, damaged, clean, seed=1, only="all"):
     tally = Tally()
     goal = program.Goal(damaged, clean)
-    program.run(depth, seed, goal, tally)
+    program.run(depth, seed, goal, tally, only=only)
     assert tally.total(depth, "damaged") >= damaged
     assert tally.rows[depth, CLEAN].intact.total() >= clean
     return tally
@@ -58,6 +60,47 @@ def test_every_outcome_is_the_expected_one(depth, damaged, clean):
     assert all(tally.rows[depth, kind].intact["verified"] for kind in checks)
     if depth == "loads" and damaged >= 2_000:
         assert tally.drawn["loads: loads in which a group lags"]["True"] > 50
+
+
+@pytest.mark.parametrize(
+    ("depth", "damaged", "clean"),
+    [
+        ("blocks", 2_000, 200),
+        ("loads", 40, 40),
+        pytest.param("blocks", 50_000, 5_000, marks=pytest.mark.campaign),
+        pytest.param("loads", 1_000, 1_000, marks=pytest.mark.campaign),
+    ],
+)
+def test_every_outcome_of_models_that_compress_is_the_expected_one(
+    depth, damaged, clean
+):
+    tally = run(depth, damaged, clean, seed=2, only="compressed")
+    assert tally.unexpected == 0, tally.examples
+    open_groups = tally.row(depth, OPEN, ())
+    assert open_groups.intact["verified"] and not open_groups.damaged
+    if depth == "blocks":
+        copies = (HALF_WRITTEN, OTHER_GROUP, OTHER_LOAD)
+        assert all(tally.rows[depth, kind].damaged["mismatch"] for kind in copies)
+    if depth == "blocks" and damaged >= 50_000:
+        assert tally.rows[depth, blocks.OTHER_RING].damaged["unverified"]
+
+
+@pytest.mark.parametrize(
+    ("counted", "wrong"),
+    [
+        (lambda n, size: (n - 1) // size * size, "false_alarms"),
+        (lambda n, size: n // size * size, "undetected"),
+    ],
+    ids=["the row that completes a group", "none of a group that is complete"],
+)
+def test_other_rows_of_rings_do_not_pass(monkeypatch, counted, wrong):
+    def otherwise(self, num_tokens):
+        first = np.maximum(counted(num_tokens, self.group_tokens), 0)
+        return first, num_tokens - first
+
+    monkeypatch.setattr(Ring, "counted", otherwise)
+    tally = run("blocks", 2_000, 0, only="compressed")
+    assert tally.total("blocks", wrong) > 0
 
 
 @pytest.mark.parametrize("number", [60, pytest.param(500, marks=pytest.mark.campaign)])

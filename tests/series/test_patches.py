@@ -27,6 +27,7 @@ HERE_ALONE = {
     **dict.fromkeys(("real_caches", "real_states"), "models that the rig writes"),
     **dict.fromkeys(
         (
+            "compressed_tiers",
             "context_parallel",
             "fault_drill",
             "mooncake_store_failures",

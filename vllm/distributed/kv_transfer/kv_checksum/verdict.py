@@ -53,7 +53,7 @@ class LeftOut(str, Enum):
     """The first block of a window holds tokens that had left the producer's; the
     others were compared."""
     STATES = "states"
-    """The ledger remembers no states (Mamba)."""
+    """The ledger remembers no states (Mamba), and no tier brings rings back."""
 
 
 @dataclass

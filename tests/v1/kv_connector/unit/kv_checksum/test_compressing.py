@@ -107,3 +107,61 @@ def test_rings_of_other_sizes_are_unverified(model, transport):
     p, d = pair(model, dict(ring=16), dict(ring=8), transport=transport, block_size=64)
     load(p, d, NUMBER, "r")
     assert d.stats["unverified:block_sizes"] == d.loads("unverified") == 1
+
+
+# ---- other numbers of tokens
+
+COUNTS = (1, 3, 4, 5, 22, 23, 24, 150)
+"""Tokens that P computes: before, at and behind the end of a group."""
+
+
+def load_another(p, d, number, appended=(), p_tokens=1):
+    """Load a prompt to which a router has appended tokens; return its last output."""
+    prompt = rig.tokens(number, number)
+    params = rig.prefill(p, f"p-{number}", prompt, p_tokens)
+    return d.run(d.add(f"r{number}", [*prompt, *appended], params, max_tokens=2), p)
+
+
+def load_counts(p, d, **more):
+    for number in COUNTS:
+        out = load_another(p, d, number, **more)
+        assert out.finish_reason == FinishReason.LENGTH
+    assert d.stats["loads_started"] == len(COUNTS)
+    return d.stats["blocks_mismatched"] == d.loads("mismatch") == 0
+
+
+@pytest.mark.parametrize("steps_ahead", [False, True])
+def test_a_token_behind_what_was_sent_is_no_false_alarm(model, transport, steps_ahead):
+    """Only NIXL pull tells D how many tokens P computed.
+
+    With async scheduling P counts one more, which it has begun to compute.
+    """
+    p, d = pair(
+        model, dict(async_scheduling=steps_ahead), transport=transport, block_size=SIZE
+    )
+    assert load_counts(p, d, appended=[7])
+    outcome = "verified" if transport == "pull" else "unverified"
+    assert d.loads(outcome) == len(COUNTS)
+    if transport != "pull":
+        assert d.stats["unverified:num_tokens"] == len(COUNTS)
+
+
+def test_a_ring_of_a_producer_that_went_on_is_right_for_fewer_tokens(model, transport):
+    """The rows of two more tokens lie in other slots."""
+    p, d = pair(model, transport=transport, block_size=SIZE)
+    assert load_counts(p, d, p_tokens=3)
+    assert d.loads("verified") == len(COUNTS)
+
+
+def test_a_ring_behind_two_tokens_more_is_not_compared(model, transport):
+    p, d = pair(model, transport=transport, block_size=SIZE)
+    assert load_counts(p, d, appended=[7, 7], p_tokens=3)
+    assert d.stats["unverified:num_tokens"] == d.loads("unverified") == len(COUNTS)
+
+
+def test_a_ring_that_a_token_follows_is_checked(model):
+    """Its rows before the token that D computes itself count."""
+    p, d = pair(model, dict(async_scheduling=True), transport="pull", block_size=SIZE)
+    d.damage_ring = lambda block: flip(d.rings[block, 0, 20 % 8])
+    load_another(p, d, 22, appended=[7])
+    assert d.loads("mismatch") == d.stats["blocks_mismatched"] == 1

@@ -15,7 +15,7 @@ import vllm
 from vllm.config import ModelConfig
 from vllm.v1.engine import FinishReason
 
-from .rig.instances import load, tokens
+from .rig.instances import load, prefill, tokens
 from .rig.model_families import table
 from .rig.model_families.configurations import MODELS
 from .rig.model_families.instances import FamilyInstance
@@ -129,6 +129,26 @@ def test_a_bit_of_what_is_not_covered_changes_nothing(model, name):
     side.load(flip)
     assert flipped
     assert side.d.loads("verified" if side.covered else "unverified") == 1
+
+
+RINGS = ("deepseek_v41", "qwen4_exp", "glm5next", "step5")
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_rings_that_a_router_s_token_follows_are_no_false_alarm(model, name, transport):
+    """D loads as many tokens as P summed, or one more."""
+    side = Side(model, name, transport)
+    for number in range(side.number, side.number + 8):
+        prompt = tokens(number, number)
+        params = prefill(side.p, f"p{number}", prompt)
+        request = side.d.add(f"r{number}", [*prompt, 7], params, max_tokens=2)
+        side.d.run(request, side.p)
+    assert side.d.stats["loads_started"] == 8
+    assert side.d.loads("mismatch") == side.d.stats["blocks_mismatched"] == 0
+    # Connectors that know P's count, or hold a token back, load what was summed.
+    unverified = side.d.loads("unverified")
+    assert unverified + side.d.loads("verified") == 8
+    assert unverified == side.d.stats.get("unverified:num_tokens", 0)
 
 
 # ---- what vLLM itself does not run

@@ -131,7 +131,8 @@ def tier_blocks(
 
     A window is not clipped: the blocks that have left it are null. Blocks that a
     synchronous load brings have their hashes from the moment they are allocated, so
-    there their position tells. Groups that hold states are left out.
+    there their position tells. Groups that hold states are left out. Of others that are
+    never cached by prefix (windows that vLLM computes again), a tier brings nothing.
 
     Args:
         kv_cache_config: the KV cache groups.
@@ -148,6 +149,8 @@ def tier_blocks(
         start: int | None
         if _is_state(spec):
             start = None
+        elif group_id not in kv_cache_config.prefix_cacheable_group_ids:
+            start = len(row)
         elif is_sync:
             start = _first_not_null(row, first_token // spec.block_size)
         else:
@@ -274,6 +277,14 @@ def holds_states(kv_cache_config: KVCacheConfig, group_id: int) -> bool:
     Both are valid for one number of tokens alone.
     """
     return _is_state(group_spec(kv_cache_config, group_id))
+
+
+def holds_running_states(kv_cache_config: KVCacheConfig, group_id: int) -> bool:
+    """Tell whether the group's blocks hold states that all tokens go into.
+
+    Of a ring, tokens can be left out at the end: each has a row of its own.
+    """
+    return isinstance(group_spec(kv_cache_config, group_id), MambaSpec)
 
 
 @dataclass(frozen=True)

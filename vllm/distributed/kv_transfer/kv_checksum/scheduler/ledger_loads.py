@@ -144,10 +144,11 @@ class LedgerLoads:
         self._kv_cache_config = kv_cache_config
         self._hash_block_size = hash_block_size
         groups = kv_cache_config.kv_cache_groups
-        # States are left out: their blocks were not seen come back from a tier.
+        # States are left out: their blocks were not seen come back from a tier. What
+        # is never cached by prefix does not, and request hashes need not divide it.
         self._block_sizes: dict[int, int] = {
             i: groups[i].kv_cache_spec.block_size
-            for i in kv_cache_config.transfer_group_ids
+            for i in kv_cache_config.prefix_cacheable_group_ids
             if not holds_states(kv_cache_config, i)
         }
         self._notes: list[tuple[Request, int, list[KVCacheBlock], int, int]] = []

@@ -43,7 +43,7 @@ class LocalHits:
         self._rng = np.random.default_rng()
         self._sizes = {
             i: group_spec(kv_cache_config, i).block_size
-            for i in kv_cache_config.transfer_group_ids
+            for i in kv_cache_config.prefix_cacheable_group_ids
             if not holds_states(kv_cache_config, i)
         }
 

@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
     KVChecksumPayload,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
+    holds_running_states,
     holds_states,
     loaded_blocks,
     sent_blocks,
@@ -86,6 +87,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
+
+_TIERS = (KVChecksumCarrier.STORED, KVChecksumCarrier.LEDGER)
+"""What loads from cache tiers are compared with."""
 
 _SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -281,8 +285,8 @@ class KVChecksumScheduler:
         )
         if unverified is None:
             blocks = self.kv_cache_manager.get_blocks(req_id)
-            by_ledger = carrier is KVChecksumCarrier.LEDGER
-            if by_ledger:
+            from_tier = carrier in _TIERS
+            if from_tier:
                 found = tier_blocks(
                     self.kv_cache_config,
                     blocks,
@@ -293,13 +297,14 @@ class KVChecksumScheduler:
             else:
                 found = loaded_blocks(self.kv_cache_config, blocks, num_tokens)
             for group_id in found.left_out:
-                is_state = by_ledger and holds_states(self.kv_cache_config, group_id)
+                is_state = from_tier and holds_states(self.kv_cache_config, group_id)
                 reason = LeftOut.STATES if is_state else LeftOut.MISSING_BLOCKS
                 self._leave_out(req_id, group_id, reason)
             load.blocks, load.empty = found.blocks, found.empty
             # A state is computed from all of its tokens; none of them can be left out.
             load.computes_last = num_tokens == request.num_tokens and not any(
-                holds_states(self.kv_cache_config, i) for i in found.blocks.groups
+                holds_running_states(self.kv_cache_config, i)
+                for i in found.blocks.groups
             )
         load.blocks.seq = next(self._seqs)
         self._stats[metrics.LOADS_STARTED] += 1

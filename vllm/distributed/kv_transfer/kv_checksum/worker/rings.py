@@ -4,7 +4,7 @@
 
 A layer that compresses groups of tokens keeps the raw rows of the group that is not
 complete in one block per request (`CircularBufferSpec`), each token's row in slot
-``position % slots``. A token is read as in other caches; `Ring.positions` tells which
+``position % slots``. A token is read as in other caches; `Ring.counted` tells which
 of them count.
 """
 

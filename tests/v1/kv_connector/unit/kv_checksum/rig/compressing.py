@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Make instances whose layers compress: groups of mixed latents, and rings."""
 
+from types import SimpleNamespace
+
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.worker.formats import LayerFormat
@@ -60,6 +62,20 @@ class Compressing(rig.Instance):
             (u.names(*LATENTS), latents),
             (u.names(RING_LAYER), ring),
         )
+
+    def layers_with_backends(self):
+        """Return layers of backends that were seen writing such caches."""
+        # vLLM 0.32.0 lacks them.
+        from vllm.models.qwen4_exp.common.qsa_cache import QSAStateBackend
+        from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+        plain = SimpleNamespace(get_attn_backend=lambda: CPUMLABackend)
+        layers = {u.names(n)[0]: plain for n, ratio in LATENTS.items() if ratio == 1}
+        qsa = SimpleNamespace(
+            get_attn_backend=lambda: QSAStateBackend, compress_ratio=RING_GROUP
+        )
+        compressing = [n for n, ratio in LATENTS.items() if ratio > 1]
+        return layers | dict.fromkeys(u.names(*compressing, RING_LAYER), qsa)
 
     def local_spec(self, spec):
         plain = type(spec) is FullAttentionSpec
@@ -126,7 +142,7 @@ class Compressing(rig.Instance):
         (number,) = {
             r.num_computed_tokens
             for r in self.scheduler.requests.values()
-            if self.rows(r)[1][0] == ring
+            if self.rows(r)[1][:1] == [ring]
         }
         skipped = -(-number // self.block_size) - len(blocks)
         for n, ratio in LATENTS.items():

@@ -279,6 +279,10 @@ class Instance:
             if n % LAYERS * self.pp // LAYERS == stage
         }
 
+    def layers_with_backends(self):
+        """Return vLLM's layers, by name, whose backends are not those of attention."""
+        return {}
+
     def local_spec(self, spec):
         """Return a group's spec as one TP rank has it."""
         return replace(spec, num_kv_heads=HEADS // self.tp)

@@ -90,8 +90,9 @@ def _read(metadata: Any, config: Any, found: Loads) -> None:
         ]
     elif kind == "SimpleCPUOffloadMetadata":
         found.together += metadata.load_gpu_blocks
-        for requests in metadata.load_event_to_reqs.values():
-            found.requests_together += requests
+        # It tells those of earlier steps, too, as long as their loads are under way.
+        started = metadata.load_event_to_reqs.get(metadata.load_event, ())
+        found.requests_together += started
 
 
 def _read_store(metadata: Any, config: Any, found: Loads) -> None:

@@ -19,6 +19,7 @@ from rig.servers import free_port
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import layer_spec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
@@ -67,14 +68,18 @@ class RealWorkers(transports.FakeTransport):
                     1, 0, address, 0, backend="gloo"
                 )
                 parallel_state.ensure_model_parallel_initialized(1, 1)
+            # The scheduler's shows one layer of a group of several specs.
             self.worker = KVConnectorFactory.create_connector(
-                config, KVConnectorRole.WORKER, instance.kv_config
+                config,
+                KVConnectorRole.WORKER,
+                instance.worker_kv_config(instance.model_kv_config, 0, 0),
             )
             caches = instance.caches_of(0, 0)
             # Layers tell how they keep their KV: here in rows.
             layer = SimpleNamespace(get_attn_backend=lambda: FlashAttentionBackend)
             layers = config.compilation_config.static_forward_context
             layers.update(dict.fromkeys(caches, layer))
+            layers.update(instance.layers_with_backends())
             with patch.object(runner, "get_kv_transfer_group", lambda: self.worker):
                 self.active = runner.ActiveKVConnector(config, caches)
         instance.workers = [self.active.kv_checksum_worker]
@@ -202,30 +207,40 @@ def without_a_device():
         yield
 
 
-class _PlacedInstance(rig.Instance):
+class _Placed:
     """An instance whose KV cache configuration says where each layer's cache lies."""
 
     def make_kv_config(self, groups):
         config = super().make_kv_config(groups)
-        for names, spec in groups:
-            page = spec.page_size_bytes
-            size = page * self.num_blocks
-            config.kv_cache_tensors += [
-                KVCacheTensor(size, [name], layer_stride=size, block_stride=page)
-                for name in names
-            ]
+        for group in config.kv_cache_groups:
+            for name in group.layer_names:
+                page = layer_spec(group.kv_cache_spec, name).page_size_bytes
+                size = page * self.num_blocks
+                config.kv_cache_tensors.append(
+                    KVCacheTensor(size, [name], layer_stride=size, block_stride=page)
+                )
         return config
 
 
-def offloading_instance(stack: ExitStack, model, **settings) -> rig.Instance:
-    """Return an instance that offloads to host memory and loads from there."""
-    instance = _PlacedInstance(
+def offloading_instance(
+    stack: ExitStack, model, make=rig.Instance, **settings
+) -> rig.Instance:
+    """Return an instance that offloads to host memory and loads from there.
+
+    Args:
+        stack: closes it.
+        model: the model's folder.
+        make: its class.
+        settings: further ones.
+
+    """
+    placed = type(f"Placed{make.__name__}", (_Placed, make), {})
+    instance = placed(
         model,
         "kv_both",
-        block_size=BLOCK_SIZE,
+        **{"block_size": BLOCK_SIZE, **settings},
         kv_connector="SimpleCPUOffloadConnector",
         kv_connector_extra_config={"cpu_bytes_to_use": 16 << 20},
-        **settings,
     )
     instance.transport = RealWorkers(instance)
     instance.transport.carrier = KVChecksumCarrier.STORED
@@ -234,18 +249,26 @@ def offloading_instance(stack: ExitStack, model, **settings) -> rig.Instance:
 
 
 def storing_instance(
-    stack: ExitStack, model, store: MooncakeStore, **settings
+    stack: ExitStack, model, store: MooncakeStore, make=rig.Instance, **settings
 ) -> rig.Instance:
-    """Return an instance that stores in a real Mooncake store and loads from it."""
+    """Return an instance that stores in a real Mooncake store and loads from it.
+
+    Args:
+        stack: closes it.
+        model: the model's folder.
+        store: the store.
+        make: its class.
+        settings: further ones.
+
+    """
     options = {"lookup_rpc_port": free_port()}
     with patch.dict(os.environ, store.environment):
-        instance = rig.Instance(
+        instance = make(
             model,
             "kv_both",
-            block_size=BLOCK_SIZE,
+            **{"block_size": BLOCK_SIZE, **settings},
             kv_connector="MooncakeStoreConnector",
             kv_connector_extra_config=options,
-            **settings,
         )
         # First of all: what is left of an open channel does not let the process end.
         stack.callback(instance.scheduler.connector.connector_scheduler.client.close)

@@ -70,7 +70,11 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: dict = {}
         self._loads: dict[str, Load] = {}
         groups = kv_cache_config.kv_cache_groups
-        self.specs = [g.kv_cache_spec for g in groups]
+        # What vLLM's own tiers hold: no rings.
+        self.specs = {
+            i: groups[i].kv_cache_spec
+            for i in kv_cache_config.prefix_cacheable_group_ids
+        }
 
     def bind_kv_cache_manager(self, kv_cache_manager):
         self._kv_cache_manager = kv_cache_manager
@@ -79,7 +83,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
         self.ledger = ledger
 
     def _has(self, request, num_tokens) -> bool:
-        for group_id, spec in enumerate(self.specs):
+        for group_id, spec in self.specs.items():
             stop = num_tokens // spec.block_size
             first = 0
             if isinstance(spec, SlidingWindowSpec):
@@ -122,7 +126,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
         rows = blocks.get_block_ids()
         total = self.local[request.request_id] + num_external_tokens
         load = Load({}, self.is_sync, total)
-        for group_id in range(len(self.specs)):
+        for group_id in self.specs:
             first = (total - num_external_tokens) // size
             stop = -(-total // size)
             load.blocks[group_id] = [
@@ -139,7 +143,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):
             request = self._requests[req_id]
             rows = self._kv_cache_manager.get_block_ids(req_id)
             done = min(request.num_computed_tokens + number, request.num_tokens)
-            for group_id, spec in enumerate(self.specs):
+            for group_id, spec in self.specs.items():
                 for at in range(done // spec.block_size):
                     if at < len(request.block_hashes) and rows[group_id][at]:
                         key = request.block_hashes[at]
@@ -252,14 +256,20 @@ class TierInstance(rig.Instance):
             for block_hash, _, block_id in blocks:
                 value = self.tier.stored[group_id, block_hash]
                 for n, kv in value.items():
-                    self.kv[n][block_id] = kv
+                    self.cache(n)[block_id] = kv
         self.loaded_blocks.append(load.ids())
         self.spoil(self, load)
+
+    def cache(self, layer):
+        return self.kv[layer]
+
+    def layers_of(self, group_id):
+        return self.layers[group_id]
 
     def save(self, group_id, block_hash, block_id):
         if (group_id, block_hash) not in self.tier.stored:
             self.tier.stored[group_id, block_hash] = {
-                n: self.kv[n][block_id].clone() for n in self.layers[group_id]
+                n: self.cache(n)[block_id].clone() for n in self.layers_of(group_id)
             }
 
     def outcome(self, verdict: str) -> int:
