@@ -218,6 +218,13 @@ def _check_names(
         needed = sorted({n for c in codes for n in _needed(c)} - set(dir(builtins)))
         used = sorted({n for c in codes for n in _used_of_self(c)})
         lacking = [n for n in needed if n not in bound]
+        lacking += [
+            f"{e.anchor}({k}=...)"
+            for e in ours
+            if e.where == "keyword"
+            for k in _keywords(e)
+            if k not in stock.members(module.path, e.anchor) | added
+        ]
         if used and isinstance(path[0], ast.ClassDef):
             has = stock.members(module.path, path[0].name) | added
             lacking += [f"self.{n}" for n in used if n not in has]
@@ -233,6 +240,13 @@ def _check_names(
 def _parse(edit: Edit) -> ast.Module:
     code = textwrap.dedent(edit.code).strip("\n")
     return ast.parse(f"_({code.strip()})" if edit.where == "keyword" else code)
+
+
+def _keywords(edit: Edit) -> Iterator[str]:
+    """Yield the names of the arguments that an edit adds to a call."""
+    for node in ast.walk(_parse(edit)):
+        if isinstance(node, ast.keyword) and node.arg is not None:
+            yield node.arg
 
 
 def _path_to(tree: ast.Module, scope: str) -> list:

@@ -55,7 +55,9 @@ def changed(stock, path: str, *texts: tuple[str, str]):
     """Return the vLLM with some text of a file replaced; without any, it lacks the file."""
     source = stock.read(path).decode() if texts else None
     for old, new in texts:
-        assert old in source
+        if old not in source:
+            assert not stock.version.startswith(KNOWN_VERSIONS[-1])
+            pytest.skip(f"vLLM {stock.version} has no {old}")
         source = source.replace(old, new)
 
     def read(name: str) -> bytes | None:
@@ -183,7 +185,12 @@ def test_an_anchor_changed_by_hand_is_named_and_nothing_is_written(
             "multi-connector",
             "names MultiConnector: MultiConnector has no Any",
         ),
-        ("models/minimax_m3/common/indexer.py", [], "replicated-indexer", "missing"),
+        (
+            "model_executor/layers/mamba/short_conv.py",
+            [],
+            "mamba-state-splits",
+            "anchor ShortConv (last in it): the file is missing",
+        ),
         (
             "v1/kv_cache_interface.py",
             [("class UniformTypeKVCacheSpecs", "class UniformSpecs")],
@@ -195,6 +202,13 @@ def test_an_anchor_changed_by_hand_is_named_and_nothing_is_written(
             [("class KVConnectorBase_V1(", "class KVConnectorBase(")],
             "worker",
             "anchor KVConnectorBase_V1 (last in it)",
+        ),
+        (
+            "v1/kv_cache_interface.py",
+            [("max_tp_shards", "shards")],
+            "replicated-indexer",
+            "MiniMaxM3IndexerCache.get_kv_cache_spec has no "
+            "MLAAttentionSpec(max_tp_shards=...)",
         ),
         ("v1/outputs.py", [("def is_empty", "def is_empty(")], "settings", "read"),
     ],

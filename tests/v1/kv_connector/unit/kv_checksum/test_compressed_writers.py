@@ -13,18 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vllm
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm.v1.worker.utils import AttentionGroup
 
 from .rig import compressed
+from .rig.versions import needs
 from .rig.writers import allocate
 from .test_writers import BLOCK, Sums, needs_triton, written_bytes
 
-old_vllm = pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="vLLM 0.32.0 lacks these models"
-)
+old_vllm = needs("0.33.0", "such models")
 pytestmark = [needs_triton, old_vllm]
 
 CASES = [
