@@ -203,6 +203,7 @@ def make_plan(
     version = read_version(package)
     backups = package / MANIFEST_DIR / "originals"
     originals = {}
+    series = [module for module in series if module.concerns(version)]
     for module in series:
         patched = manifest is not None and module.path in manifest.files
         path = (backups if patched else package) / module.path

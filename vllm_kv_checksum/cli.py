@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 from . import apply as installer
+from .check import check
 from .diff import diff
 from .patches import write_patches
 from .series import load_series
+from .stock import open_stock
 from .wheel import patch_wheel
 
 
@@ -62,6 +64,25 @@ def build_parser() -> argparse.ArgumentParser:
         "diff", parents=[tree], help="print what apply would change, for git apply"
     )
     command = commands.add_parser(
+        "check",
+        help="judge whether the series fits a vLLM, known or not, and write nothing",
+        description="Judge whether the series fits a vLLM, known or not, and write "
+        "nothing: name every anchor as found or missing, and the parameters, attributes "
+        "and imports that are missing. Exit status 0: all fits, 1: not all, 2: there is no "
+        "vLLM to judge.",
+    )
+    place = command.add_mutually_exclusive_group()
+    place.add_argument(
+        "--tree",
+        type=Path,
+        metavar="DIR",
+        help="a vLLM checkout or package without the series (default: the installed)",
+    )
+    place.add_argument("--wheel", type=Path, metavar="FILE", help="vLLM's own wheel")
+    command.add_argument(
+        "--json", action="store_true", help="print everything as one JSON object"
+    )
+    command = commands.add_parser(
         "format-patch",
         parents=[tree],
         help="write what apply would change as a series of patches, for git am",
@@ -99,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
         print(path)
         return 0
+    if arguments.command == "check":
+        return run_check(arguments)
     package = installer.find_package(arguments.tree)
     if arguments.command == "apply":
         print(
@@ -134,6 +157,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(text)
         return code
     return 0
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    with open_stock(arguments.tree, arguments.wheel) as stock:
+        report = check(stock, installer.read_feature(feature_dir()))
+    sys.stdout.write(report.to_json() + "\n" if arguments.json else report.to_text())
+    return 1 if report.problems else 0
 
 
 def main(argv: list[str] | None = None) -> int:

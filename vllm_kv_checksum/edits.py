@@ -18,7 +18,12 @@ from .imports import add_imports
 
 
 class AnchorError(Exception):
-    """Raised if an anchor matches no statement, or several."""
+    """Raised if an anchor matches no statement, or several; `problem` names no file."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.problem = problem
+        known = ", ".join(KNOWN_VERSIONS)
+        super().__init__(f"{path}: {problem}; the series is known to fit vLLM {known}")
 
 
 class assign(str):
@@ -167,6 +172,10 @@ class Module:
 
     cls = function
 
+    def concerns(self, version: str) -> bool:
+        """Return whether this version of vLLM has the file, as far as edits tell."""
+        return not self.edits or any(e.concerns(version) for e in self.edits)
+
     def apply(self, source: str, version: str = "") -> str:
         """Edit the source of this version of vLLM; without one, of the newest.
 
@@ -175,10 +184,7 @@ class Module:
             SyntaxError: the result does not compile.
 
         """
-        tree = ast.parse(source)
-        # Not splitlines(): Python's line numbers count "\n" alone.
-        lines = [line + "\n" for line in source.split("\n")]
-        lines[-1] = lines[-1].removesuffix("\n")
+        tree, lines = ast.parse(source), _lines(source)
         concerned = [e for e in self.edits if e.concerns(version)]
         inserts = [self._place(tree, lines, e) for e in concerned]
         # From the end, so that earlier line numbers stay right.
@@ -189,9 +195,27 @@ class Module:
             try:
                 edited = add_imports(edited, code)
             except ValueError as error:
-                raise AnchorError(f"{self.path}: {error}") from None
+                raise AnchorError(self.path, str(error)) from None
         compile(edited, self.path, "exec")
         return edited
+
+    def check(self, source: str, version: str = "") -> Iterator[tuple[Edit, str]]:
+        """Yield every edit that concerns a version, with why it finds no place, if so.
+
+        Raises:
+            SyntaxError: the source is not one of this Python.
+
+        """
+        tree, lines = ast.parse(source), _lines(source)
+        for edit in self.edits:
+            if not edit.concerns(version):
+                continue
+            problem = ""
+            try:
+                self._place(tree, lines, edit)
+            except AnchorError as error:
+                problem = error.problem
+            yield edit, problem
 
     def _place(self, tree: ast.Module, lines: list[str], edit: Edit) -> "_Insert":
         scope = self._scope(tree, edit.scope)
@@ -210,7 +234,9 @@ class Module:
             calls = [
                 node
                 for node in ast.walk(scope)
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == edit.anchor
+                if isinstance(node, ast.Call)
+                and node.keywords
+                and ast.unparse(node.func) == edit.anchor
             ]
             self._check_matches(edit, len(calls), "calls")
             indent = calls[0].keywords[-1].col_offset
@@ -236,9 +262,9 @@ class Module:
     def _check_matches(self, edit: Edit, found: int, kind: str) -> None:
         if found != 1:
             raise AnchorError(
-                f"{self.path}: in {edit.scope}, the anchor {str(edit.anchor)!r} matches "
-                f"{found} {kind}, not one; the series is known to fit vLLM "
-                f"{', '.join(KNOWN_VERSIONS)}"
+                self.path,
+                f"in {edit.scope}, the anchor {str(edit.anchor)!r} matches {found} "
+                f"{kind}, not one",
             )
 
     def _scope(self, tree: ast.Module, name: str) -> "_ScopeNode":
@@ -251,12 +277,18 @@ class Module:
             ]
             if len(found) != 1:
                 raise AnchorError(
-                    f"{self.path}: {name} is defined {len(found)} times, not once; the "
-                    f"series is known to fit vLLM {', '.join(KNOWN_VERSIONS)}"
+                    self.path, f"{name} is defined {len(found)} times, not once"
                 )
             node = found[0]
         assert isinstance(node, _ScopeNode)
         return node
+
+
+def _lines(source: str) -> list[str]:
+    """Split a source as Python counts its lines: splitlines() knows more line ends."""
+    lines = [line + "\n" for line in source.split("\n")]
+    lines[-1] = lines[-1].removesuffix("\n")
+    return lines
 
 
 def _indented(code: str, indent: int) -> str:

@@ -80,7 +80,7 @@ def changes_of_patches(
         changes = []
         edited = {module.path for module in patch.edits()}
         for module in load_series(PATCHES[:number]):
-            if module.path not in edited:
+            if module.path not in edited or not module.concerns(plan.vllm_version):
                 continue
             source = plan.originals[module.path].decode("utf-8")
             new = module.apply(source, plan.vllm_version).encode("utf-8")

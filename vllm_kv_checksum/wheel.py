@@ -39,7 +39,7 @@ _EVERY_VLLM_HAS = f"vllm/{EVERY_VLLM_HAS}"
 
 
 @dataclass
-class _Base:
+class Base:
     """An official wheel, with its version and the hashes of its files."""
 
     path: Path
@@ -72,7 +72,7 @@ def patch_wheel(
     """
     try:
         with zipfile.ZipFile(base) as archive:
-            source = _open(base, archive)
+            source = open_base(base, archive)
             version = _patched_version(source.version)
             target = folder / _file_name(base, source.version, version)
             if target.exists():
@@ -91,7 +91,13 @@ def patch_wheel(
     return target
 
 
-def _open(path: Path, archive: zipfile.ZipFile) -> _Base:
+def open_base(path: Path, archive: zipfile.ZipFile) -> Base:
+    """Read what a wheel of vLLM says of itself.
+
+    Raises:
+        InstallError: it is no wheel of vLLM, or patched already.
+
+    """
     names = set(archive.namelist())
     infos = [
         n.split("/")[0] for n in names if re.fullmatch(r"[^/]+\.dist-info/RECORD", n)
@@ -106,7 +112,7 @@ def _open(path: Path, archive: zipfile.ZipFile) -> _Base:
         raise InstallError(f"{path} is not a wheel of vLLM: it names no version")
     record = archive.read(f"{infos[0]}/RECORD").decode("utf-8")
     hashes = {row[0]: row[1] for row in csv.reader(io.StringIO(record)) if row}
-    return _Base(path, archive, infos[0], version[1], hashes)
+    return Base(path, archive, infos[0], version[1], hashes)
 
 
 def _patched_version(version: str) -> str:
@@ -123,9 +129,10 @@ def _file_name(base: Path, old: str, new: str) -> str:
 
 
 def _changed_files(
-    base: _Base, version: str, series: list[Module], feature_dir: Path, force: bool
+    base: Base, version: str, series: list[Module], feature_dir: Path, force: bool
 ) -> dict[str, bytes]:
     """Return the files that replace the base's in the patched wheel, or join them."""
+    series = [module for module in series if module.concerns(base.version)]
     originals = {m.path: base.read(f"vllm/{m.path}") for m in series}
     feature = read_feature(feature_dir)
     plan = plan_edits(series, originals, feature, base.version, force)
@@ -151,7 +158,7 @@ def _changed_files(
     }
 
 
-def _write(base: _Base, version: str, files: dict[str, bytes], target: Path) -> None:
+def _write(base: Base, version: str, files: dict[str, bytes], target: Path) -> None:
     part = target.with_name(f".{target.name}.part")
     try:
         with part.open("wb") as file:
@@ -168,7 +175,7 @@ def _write(base: _Base, version: str, files: dict[str, bytes], target: Path) -> 
 
 
 def _fill(
-    base: _Base, version: str, files: dict[str, bytes], out: zipfile.ZipFile
+    base: Base, version: str, files: dict[str, bytes], out: zipfile.ZipFile
 ) -> None:
     info = f"{base.info.split('-')[0]}-{version}.dist-info"
     record = Record()

@@ -31,10 +31,13 @@ def stock_environment(folder: Path = FOLDER) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-def link_stock_vllm(site: Path) -> None:
-    """Put an unpatched vLLM, made of links where the series edits nothing, into a folder of packages."""
+def link_stock_vllm(site: Path, package: Path | None = None) -> None:
+    """Put an unpatched vLLM, made of links where the series edits nothing, into a folder of packages.
+
+    It is the environment's, or another `package` that the series is applied to.
+    """
     tool = str(Path(sys.executable).parent / "vllm-kv-checksum")
-    installed = installed_vllm()
+    installed = package or installed_vllm()
     _link_tree(installed, site / "vllm")
     for metadata in installed.parent.glob("vllm-*.dist-info"):
         _link_tree(metadata, site / metadata.name)

@@ -28,7 +28,7 @@ STORED_BY_CONNECTOR = """
     ) -> str | None:
         return kv_checksums.why_not_stored(vllm_config, kv_cache_config)
 
-    def get_kv_checksum_sources(self, request: "Request") -> set[CacheHitSource]:
+    def get_kv_checksum_sources(self, request: "Request") -> set[Any]:
         if self._kv_checksums_not_stored is not None:
             return set()
         return {self._cache_hit_source}
@@ -113,10 +113,11 @@ with base.cls("KVConnectorBase_V1") as c:
             """
             return
 
-        def get_kv_checksum_sources(self, request: "Request") -> Collection[CacheHitSource]:
+        def get_kv_checksum_sources(self, request: "Request") -> Collection[Any]:
             """Return the cache tiers whose loads bring stored KV checksums back.
 
-            This is called before update_state_after_alloc.
+            These are keys of get_external_cache_hit_sources. This is called before
+            update_state_after_alloc.
 
             Args:
                 request: the request whose load starts.
@@ -165,6 +166,20 @@ with base.cls("KVConnectorBase_V1") as c:
 
             """
             return
+
+        ''',
+    )
+# Older connectors do not name the tiers that they load from: each has one, without a name.
+with base.cls("KVConnectorBase_V1", below="0.32.0") as c:
+    c.method(
+        '''
+        _cache_hit_source = "external"
+
+        def get_external_cache_hit_sources(
+            self, request: "Request", num_external_tokens: int
+        ) -> dict[str, int]:
+            """Return how many tokens of a load come from each cache tier."""
+            return {self._cache_hit_source: num_external_tokens}
 
         ''',
     )

@@ -275,15 +275,21 @@ with linear.cls("LinearAttention") as c:
     )
 
 # Kimi's delta attention: each of these classes calls `kda_state_shape` alike.
-_KDA_LAYERS = {
-    "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py": (
-        "KimiGatedDeltaNetAttention"
+_KDA_LAYERS = (
+    (
+        "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py",
+        "KimiGatedDeltaNetAttention",
+        "",
     ),
-    "model_executor/models/bailing_moe_v3.py": "BailingMoeV3KimiDeltaAttention",
-    "models/glm5next/common/kda.py": "Glm5NextLinearAttention",
-    "models/kimi_k3/amd/kda.py": "KimiK3DeltaAttention",
-    "models/kimi_k3/nvidia/kda.py": "KimiK3DeltaAttention",
-}
+    (
+        "model_executor/models/bailing_moe_v3.py",
+        "BailingMoeV3KimiDeltaAttention",
+        "",
+    ),
+    ("models/glm5next/common/kda.py", "Glm5NextLinearAttention", "0.31.0"),
+    ("models/kimi_k3/amd/kda.py", "KimiK3DeltaAttention", ""),
+    ("models/kimi_k3/nvidia/kda.py", "KimiK3DeltaAttention", ""),
+)
 _KDA_SPLITS = """
     def get_state_splits(self):
         return MambaStateShapeCalculator.kda_state_splits(
@@ -293,9 +299,9 @@ _KDA_SPLITS = """
 """
 
 kda = []
-for _path, _class in _KDA_LAYERS.items():
+for _path, _class, _since in _KDA_LAYERS:
     kda.append(Module(_path))
-    with kda[-1].cls(_class) as c:
+    with kda[-1].cls(_class, since=_since) as c:
         c.method(_KDA_SPLITS)
 
 MODULES = [

@@ -54,13 +54,13 @@ with aggregator.function("KVOutputAggregator.aggregate") as f:
 stats = Module("v1/metrics/stats.py")
 with stats.cls("SchedulerStats") as c:
     c.after(
-        assign("ec_connector_stats"), "kv_checksum_stats: dict[str, int] | None = None"
+        assign("kv_connector_stats"), "kv_checksum_stats: dict[str, int] | None = None"
     )
 
 interface = Module("v1/kv_cache_interface.py")
 with interface.cls("KVCacheConfig") as c:
     c.after(
-        assign("hash_block_size"),
+        assign("kv_cache_layout"),
         '''
         kv_checksum_skipped: dict[int, str] | None = None
         """KV cache groups that some worker does not checksum: reasons by group id. Set in

@@ -48,7 +48,7 @@ with mooncake.cls("MooncakeConnector") as c:
         """
     )
     c.method(SENT_BY_CONNECTOR)
-with mooncake.function("MooncakeConnector.get_transfer_results") as f:
+with mooncake.function("MooncakeConnector.get_transfer_results", since="0.31.0") as f:
     f.before(
         "return self.connector_worker.get_transfer_results()",
         """
@@ -57,6 +57,18 @@ with mooncake.function("MooncakeConnector.get_transfer_results") as f:
             self.connector_worker.kv_checksums.finish(results)
             return results
         """,
+    )
+with mooncake.cls("MooncakeConnector", below="0.31.0") as c:
+    c.method(
+        """
+        def get_transfer_results(self, finished_req_ids: set[str]):
+            results = super().get_transfer_results(finished_req_ids)
+            assert self.connector_worker is not None
+            if self.connector_worker.kv_checksums is not None:
+                self.connector_worker.kv_checksums.finish(results)
+            return results
+
+        """
     )
 with mooncake.cls("MooncakeConnectorScheduler") as c:
     c.prepend("_kv_checksums: dict[ReqId, bytes] = {}\n\n")
@@ -84,7 +96,7 @@ with mooncake.cls("MooncakeConnectorWorker") as c:
     c.prepend("kv_checksums = None\n\n")
 with mooncake.function("MooncakeConnectorWorker.__init__") as f:
     f.after(
-        assign("self._failed_recv_reqs"),
+        assign("self._invalid_block_ids"),
         "self.kv_checksums = create_mooncake_checksums(vllm_config)",
     )
 with mooncake.function("MooncakeConnectorWorker.record_send_reqs") as f:

@@ -13,10 +13,7 @@ _PATH = "distributed/kv_transfer/kv_connector/v1/mooncake/store"
 
 connector = Module(f"{_PATH}/connector.py")
 connector.imports(
-    """
-    from vllm.distributed.kv_transfer.kv_checksum.connectors import mooncake_store as kv_checksums
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    """
+    "from vllm.distributed.kv_transfer.kv_checksum.connectors import mooncake_store as kv_checksums"
 )
 with connector.function("MooncakeStoreConnector.__init__") as f:
     f.after(
@@ -79,9 +76,9 @@ with worker.function("MooncakeStoreWorker.register_kv_caches") as f:
     )
 with worker.function("KVCacheStoreRecvingThread._handle_request") as f:
     f.before(
-        "self._report_load_error(req_id, [block_id for _, _, block_id in failed])",
+        "if failed:",
         """
-        if self.kv_checksums is not None:
+        if failed and self.kv_checksums is not None:
             self.kv_checksums.drop_malformed(
                 req_id, batch_keys, batch_sizes, res
             )

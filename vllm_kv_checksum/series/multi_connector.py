@@ -54,7 +54,7 @@ with multi.cls("MultiConnector") as c:
             for connector in self._connectors:
                 connector.set_kv_checksum_worker(worker)
 
-        def get_kv_checksum_sources(self, request: "Request") -> Collection[CacheHitSource]:
+        def get_kv_checksum_sources(self, request: "Request") -> Collection[Any]:
             connector = support.serving_connector(self, request)
             if connector is self:
                 return ()

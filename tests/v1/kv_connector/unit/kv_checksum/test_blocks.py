@@ -96,6 +96,8 @@ def nixl_clip(specs, rows):
             s.num_speculative_blocks if isinstance(s, MambaSpec) else None
             for s in specs
         ],
+        # vLLM before 0.32.0: a running state alone, as in any mode but "all".
+        _ssm_state_slots_are_positional=False,
     )
     clip = NixlBaseConnectorScheduler.get_exchange_clipped_blocks
     return clip(scheduler, [list(row) for row in rows])

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vllm
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill import connector
 from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.utils import deep_gemm
@@ -15,11 +14,10 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from .rig import caches as u
 from .rig import compressed
+from .rig.versions import needs
 from .rig.writers import allocate
 
-old_vllm = pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="vLLM 0.32.0 lacks these models"
-)
+old_vllm = needs("0.33.0", "such models")
 pytestmark = old_vllm
 
 INDEXERS = [w for w in compressed.WRITERS if w.cells == "INDEXER"]

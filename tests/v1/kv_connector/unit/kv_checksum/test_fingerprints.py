@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
 from .rig import caches as u
 from .rig import instances as rig
 from .rig.states import DTYPES, FAMILIES
+from .rig.versions import ON_EVERY_RANK
 
 FP8 = dict(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
@@ -141,7 +142,7 @@ def test_scales_per_token_and_head_are_told_apart():
 
 
 def test_latents_and_indexers_are_told_apart(monkeypatch):
-    latent = dict(block_size=16, num_kv_heads=1, head_size=576, max_tp_shards=1)
+    latent = dict(block_size=16, num_kv_heads=1, head_size=576, **ON_EVERY_RANK)
     specs = [
         MLAAttentionSpec(dtype=torch.bfloat16, cache_dtype_str="auto", **latent),
         MLAAttentionSpec(**FP8, cache_dtype_str="fp8", **latent),

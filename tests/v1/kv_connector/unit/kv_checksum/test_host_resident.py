@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 from .rig import caches as u
 from .rig import instances as rig
 from .rig.store import STORES, Executor
+from .rig.versions import ON_EVERY_RANK
 
 NUM_BLOCKS = 40
 BLOCKS = KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (1, [5, 2, 7])})
@@ -35,7 +36,7 @@ def planned(config):
         num_kv_heads=1,
         head_size=64,
         dtype=torch.bfloat16,
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
         cache_role=SparseCacheRole.SPARSE,
     )
     specs = {}

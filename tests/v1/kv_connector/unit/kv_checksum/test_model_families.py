@@ -11,7 +11,6 @@ whose KV has a spec of its own or shares the target's (EAGLE-3, MTP, DFlash).
 
 import pytest
 
-import vllm
 from vllm.config import ModelConfig
 from vllm.v1.engine import FinishReason
 
@@ -20,10 +19,9 @@ from .rig.model_families import table
 from .rig.model_families.configurations import MODELS
 from .rig.model_families.instances import FamilyInstance
 from .rig.model_families.plans import plans
+from .rig.versions import needs
 
-pytestmark = pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="the families are of vLLM 0.33.0"
-)
+pytestmark = needs("0.33.0", "tables of model families")
 
 LOADED = [name for name, family in MODELS.items() if not family.not_run]
 BEHIND_A_BLOCK = 73

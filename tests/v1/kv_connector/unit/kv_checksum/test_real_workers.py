@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import vllm
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill import damage
 from vllm.distributed.kv_transfer.kv_checksum.metrics import VERDICTS
 from vllm.v1.engine import FinishReason
@@ -20,6 +19,7 @@ from vllm.v1.engine import FinishReason
 from .rig import instances as rig
 from .rig import real_workers as real
 from .rig.instances import tokens
+from .rig.versions import needs
 
 NUM_BLOCKS = 1500
 _numbers = count()
@@ -104,9 +104,7 @@ def test_loads_verify(pair):
     assert sum(k.startswith(("loads:", "unverified")) for k in d.stats) == 1
 
 
-@pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="vLLM 0.32 defers nothing"
-)
+@needs("0.33.0", "step that it finalizes later")
 def test_a_send_is_summed_behind_the_drafter(pair):
     """The drafter's layers get their KV after the step's other reports are made."""
     p, d = pair

@@ -18,11 +18,14 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
 from vllm.v1 import kv_cache_interface as interface
 
 from .rig import caches as u
+from .rig.versions import needs, older_than
 
-try:
-    from vllm.v1.core.kv_cache_planning import _layer_tp_replicas
-except ImportError:  # vLLM before 0.33.0
-    from vllm.v1.core.kv_cache_utils import _layer_tp_replicas
+if older_than("0.33.0"):
+    from vllm.v1.core import kv_cache_utils as planning
+else:
+    from vllm.v1.core import kv_cache_planning as planning
+
+declares = needs("0.31.0", "spec that declares its shards")
 
 MORE = {
     "ChunkedLocalAttentionSpec": dict(attention_chunk_size=64),
@@ -37,12 +40,13 @@ def spec_of(kind, **more):
     return getattr(interface, kind)(**common, **MORE.get(kind, {}), **more)
 
 
+@declares
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", sorted(COVERED_SPECS))
 def test_declared_shards_are_counted_as_vllm_counts_them(kind, shards):
     spec = spec_of(kind, max_tp_shards=shards)
     for tp in range(1, 9):
-        expected = _layer_tp_replicas(spec, tp, 1)
+        expected = planning._layer_tp_replicas(spec, tp, 1)
         for rank in range(tp):
             (replicas, copy), first = head_placement(spec, Sharding(rank, tp, None))
             assert replicas == expected
@@ -115,6 +119,7 @@ def test_a_speculator_without_a_model_changes_nothing():
     assert _uniform_kv_heads(config) == 4
 
 
+@declares
 @pytest.mark.parametrize("shards", [1, None])
 def test_an_indexer_beside_attention_is_on_every_rank(shards):
     """MiniMax-M3: index keys are one vector per token, declared as such or not."""

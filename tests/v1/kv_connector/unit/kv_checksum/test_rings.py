@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import vllm
 from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
     KVChecksumScheduled,
@@ -21,12 +20,11 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .rig import caches as u
 from .rig import compressed, reference
+from .rig.versions import needs
 from .rig.writers import allocate
 from .test_writers import needs_triton
 
-old_vllm = pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="vLLM 0.32.0 lacks these models"
-)
+old_vllm = needs("0.33.0", "such models")
 pytestmark = old_vllm
 
 BLOCK, NAME = 2, u.names(3)[0]

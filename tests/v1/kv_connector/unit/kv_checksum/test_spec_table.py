@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_checksum.worker import formats
 from vllm.v1 import kv_cache_interface as interface
 
 from .rig import caches as u
+from .rig.versions import needs
 
 DOCS = Path(__file__).parents[5] / "docs" / "design" / "kv_checksum.md"
 
@@ -128,9 +129,7 @@ def backends():
     return found
 
 
-@pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="the tables are of vLLM 0.33.0"
-)
+@needs("0.33.0", "tables of backends")
 def test_every_backend_is_in_one_of_the_tables():
     covered, skipped = names_in(2, 5), names_in(0, 2)
     assert not covered & skipped

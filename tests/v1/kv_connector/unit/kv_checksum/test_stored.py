@@ -39,13 +39,17 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from .rig import caches as u
 from .rig import reference, store
 from .rig.caches import SyncingTensor
 from .rig.instances import MODES, write_model
 from .rig.stored import HASHES, caches, workers_of
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM before 0.32.0 does not name the tiers
+    CacheHitSource = SimpleNamespace(DISK="disk", HOST="host")
 
 VERIFIED, MISMATCH, UNVERIFIED = (
     f"loads:{v}:stored" for v in ("verified", "mismatch", "unverified")

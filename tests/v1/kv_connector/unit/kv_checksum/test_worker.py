@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 
 from .rig import caches as u
 from .rig import reference
+from .rig.versions import ON_EVERY_RANK, needs
 
 BLOCKS = KVChecksumBlocks(num_tokens=57, groups={0: (1, [5, 2, 7])})
 
@@ -199,13 +200,12 @@ def test_each_replica_is_a_check_of_its_own(spec_kind):
         spec = u.full_spec(heads=1)
         uniform = 2
     else:
-        declared = 1 if spec_kind == "declared" else None
         spec = MLAAttentionSpec(
             block_size=16,
             num_kv_heads=1,
             head_size=24,
             dtype=torch.bfloat16,
-            max_tp_shards=declared,
+            **(ON_EVERY_RANK if spec_kind == "declared" else {}),
         )
         uniform = None
     caches = layer_caches(replace(spec, num_kv_heads=shards))
@@ -237,6 +237,7 @@ def test_each_replica_is_a_check_of_its_own(spec_kind):
     ]
 
 
+@needs("0.31.0", "spec that declares its shards")
 def test_several_caches_of_one_module_number_their_heads_one_after_another():
     main, extra = u.full_spec(heads=2), u.full_spec(heads=1, max_tp_shards=1)
     specs = {"attn": main, "indexer": extra, "proxy": main, "router": extra}

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .rig import caches as u
 from .rig import compressed, model_writers
+from .rig.versions import needs
 from .rig.writers import MLA, WRITERS, allocate
 
 needs_triton = pytest.mark.skipif(
@@ -31,9 +32,7 @@ needs_triton = pytest.mark.skipif(
     reason="runs vLLM's Triton writers: set TRITON_INTERPRET=1",
 )
 
-old_vllm = pytest.mark.skipif(
-    vllm.__version__.startswith("0.32"), reason="vLLM 0.32.0 lacks these models"
-)
+old_vllm = needs("0.33.0", "such models")
 
 BLOCK = 1
 

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     is_ring_spec,
     unit_size,
 )
-from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     MambaSpec,
@@ -213,14 +212,16 @@ def _add_state(
 
     Connectors transfer it even after a local prefix hit. Where states of earlier
     positions were kept, they come before it; behind it are up to
-    `num_speculative_blocks` blocks for speculative tokens. NIXL transfers the blocks
-    that `clip_ssm_state_blocks` leaves; Mooncake pairs the two sides' blocks from the
-    end, those for speculative tokens included, so the running states meet. A ring is
-    the only block that a request has of its group, and is never found locally.
+    `num_speculative_blocks` blocks for speculative tokens. NIXL clips to the running
+    state's; Mooncake pairs the two sides' blocks from the end, those for speculative
+    tokens included, so the running states meet. A ring is the only block that a
+    request has of its group, and is never found locally.
     """
     state = ids
     if isinstance(spec, MambaSpec):
-        state = clip_ssm_state_blocks(ids, spec.num_speculative_blocks)
+        # The first block is the state's even before those behind it are allocated.
+        stop = max(len(ids) - spec.num_speculative_blocks, 1)
+        state = ids[stop - 1 : stop]
     if state:
         found.blocks.groups[group_id] = (0, state)
     else:

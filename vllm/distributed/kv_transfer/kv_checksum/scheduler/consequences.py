@@ -40,7 +40,6 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     LoadVerdict,
     Unverified,
 )
-from vllm.outputs import RequestError
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -273,11 +272,15 @@ class Consequences:
         """Attach the reason to the outputs of requests that fail in this step.
 
         Args:
-            outputs: the step's outputs, by client. In vLLM 0.32 they have no field for
-                a reason; clients get a general error there.
+            outputs: the step's outputs, by client. Before vLLM 0.33.0 they have no
+                field for a reason; clients get a general error there.
 
         """
         errors, self._errors = self._errors, {}
+        try:
+            from vllm.outputs import RequestError
+        except ImportError:  # vLLM 0.30.0 and 0.31.0
+            return
         for output in chain.from_iterable(outputs) if errors else ():
             text = errors.get(output.request_id)
             if text is not None and hasattr(output, "error"):

@@ -332,7 +332,9 @@ def head_placement(
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     tp, heads = shard.tp_size, spec.num_kv_heads
-    shards = spec.max_tp_shards if spec.max_tp_shards is not None else shards
+    # Before vLLM 0.31.0 no spec declares it.
+    declared = getattr(spec, "max_tp_shards", None)
+    shards = declared if declared is not None else shards
     if shards is not None:
         replicas = max(1, tp // shards)
     elif isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):

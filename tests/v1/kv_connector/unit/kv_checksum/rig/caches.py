@@ -27,13 +27,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from . import reference
+from .versions import ON_EVERY_RANK
 
 INDEXER = MLAAttentionSpec(
     block_size=16,
     num_kv_heads=1,
     head_size=132,
     dtype=torch.uint8,
-    max_tp_shards=1,
+    **ON_EVERY_RANK,
     cache_role=SparseCacheRole.INDEXER,
 )
 """DeepSeek's sparse indexer: 128 value bytes and a float32 scale per token."""

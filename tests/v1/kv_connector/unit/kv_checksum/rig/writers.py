@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from . import caches as u
+from .versions import ON_EVERY_RANK
 
 V1 = "vllm.v1.attention.backends."
 MLA = V1 + "mla."
@@ -386,7 +387,7 @@ def latents(cells="NONE", block_size=4, head_size=576, **more):
         block_size=block_size,
         num_kv_heads=1,
         head_size=head_size,
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
         dtype=dtype,
         cache_dtype_str=names[cells],
         kv_quant_mode=get_kv_quant_mode(names[cells]),
@@ -497,7 +498,7 @@ def v4_latents(window):
         alignment=576,
         model_version="deepseek_v4",
         state_content_bytes=584,
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
         kv_quant_mode=get_kv_quant_mode("fp8_ds_mla"),
     )
 
