@@ -44,8 +44,8 @@ def run(depth, damaged, clean, seed=1, only="all"):
     [
         ("blocks", 3_000, 300),
         ("loads", 300, 300),
-        pytest.param("blocks", 100_000, 10_000, marks=pytest.mark.campaign),
-        pytest.param("loads", 2_000, 2_000, marks=pytest.mark.campaign),
+        pytest.param("blocks", 50_000, 5_000, marks=pytest.mark.campaign),
+        pytest.param("loads", 1_200, 1_200, marks=pytest.mark.campaign),
     ],
 )
 def test_every_outcome_is_the_expected_one(depth, damaged, clean):
@@ -58,8 +58,8 @@ def test_every_outcome_is_the_expected_one(depth, damaged, clean):
     assert len(kinds - checks) > 40
     assert checks == set(CHECKS[depth])
     assert all(tally.rows[depth, kind].intact["verified"] for kind in checks)
-    if depth == "loads" and damaged >= 2_000:
-        assert tally.drawn["loads: loads in which a group lags"]["True"] > 50
+    if depth == "loads" and damaged >= 1_200:
+        assert tally.drawn["loads: loads in which a group lags"]["True"] > 30
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_every_outcome_is_the_expected_one(depth, damaged, clean):
         ("blocks", 2_000, 200),
         ("loads", 40, 40),
         pytest.param("blocks", 50_000, 5_000, marks=pytest.mark.campaign),
-        pytest.param("loads", 1_000, 1_000, marks=pytest.mark.campaign),
+        pytest.param("loads", 500, 500, marks=pytest.mark.campaign),
     ],
 )
 def test_every_outcome_of_models_that_compress_is_the_expected_one(
