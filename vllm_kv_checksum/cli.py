@@ -68,8 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="judge whether the series fits a vLLM, known or not, and write nothing",
         description="Judge whether the series fits a vLLM, known or not, and write "
         "nothing: name every anchor as found or missing, and the parameters, attributes "
-        "and imports that are missing. Exit status 0: all fits, 1: not all, 2: there is no "
-        "vLLM to judge.",
+        "and imports that are missing. Exit status 0: all of these are there, 1: not all, 2: "
+        "there is no vLLM to judge. What the feature reads of vLLM's objects while it runs is "
+        "for its tests to show.",
     )
     place = command.add_mutually_exclusive_group()
     place.add_argument(

@@ -285,7 +285,7 @@ def test_help_says_what_it_does(capsys):
         cli.main(["check", "--help"])
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "write nothing" in text and "Exit status 0: all fits" in text
+    assert "write nothing" in text and "Exit status 0: all of these are there" in text
     for option in ("--tree DIR", "--wheel FILE", "--json"):
         assert option in text
 
