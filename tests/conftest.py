@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Select Triton's interpreter if there is no GPU: Triton asks when it is imported."""
 
-import gc
 import os
 
 import torch
@@ -14,9 +13,3 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from kv_checksum_rig.interpreter import keep_language_patched
 
     keep_language_patched(triton.runtime.interpreter)
-
-
-def pytest_collection_finish():
-    """Freeze what was imported, as vLLM's engine does: a look through it is slow."""
-    gc.collect()
-    gc.freeze()
