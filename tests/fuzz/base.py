@@ -94,7 +94,9 @@ def quiet() -> Iterator[Lines]:
     try:
         yield lines
     finally:
-        logger.handlers, logger.level, logger.propagate = before
+        logger.handlers, level, logger.propagate = before
+        # Not by assignment: loggers below keep what they were told of the level before.
+        logger.setLevel(level)
 
 
 def check(
