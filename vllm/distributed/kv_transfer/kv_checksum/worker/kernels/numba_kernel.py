@@ -41,6 +41,12 @@ _CHUNK = 128
 _AHEAD, _CACHE_LINE = 1024, 8
 """Pieces of 8 bytes: how far a run looks ahead, and how many come at once."""
 
+_ROWS_AHEAD, _NEAR = 2, 16
+"""How many rows ahead a unit is prefetched, and how many cache lines of it at most.
+
+Processors do not guess where the next unit is. It makes up to a third of the speed.
+"""
+
 _UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
@@ -227,13 +233,34 @@ def _tokens_of_elements(
 
 
 @jit
-def _divided(number, by):
+def _exponent(number):
+    """Return the exponent of a power of two; -1 for other numbers."""
+    exponent = 0
+    while 1 << exponent < number:
+        exponent += 1
+    return exponent if 1 << exponent == number else -1
+
+
+@jit
+def _divided(number, by, exponent):
     """Return quotient and remainder of numbers that are not negative, `by` not 0.
 
-    Python's division looks at signs and at 0. Units are so short that it shows.
+    Units are so short that a division shows, and Python's looks at signs and at 0, too.
+    `exponent` is that of `by`, which is mostly a power of two.
     """
+    if exponent >= 0:
+        return number >> exponent, number & (by - 1)
     quotient = np.uint64(number) // np.uint64(by)
     return np.int64(quotient), number - np.int64(quotient) * by
+
+
+@jit
+def _place(unit, shape, strides, of_block, of_inner):
+    """Return where a unit begins, in elements from where the layer's units begin."""
+    _, outer, inner, _, _, _, _ = shape
+    block, unit = _divided(unit, outer * inner, of_block)
+    kernel_block, unit = _divided(unit, inner, of_inner)
+    return block * strides[0] + kernel_block * strides[1] + unit * strides[2]
 
 
 @jit
@@ -268,26 +295,39 @@ def _sum_rows(
         out: uint64 ``(n,)``.
 
     """
-    _, outer, inner, parts_of_unit, _, tokens, _ = shape
+    _, outer, inner, parts_of_unit, heads, tokens, width = shape
     per_state, states = state_ratio
+    of_state = _exponent(per_state)
+    of_inner, of_block = _exponent(inner), _exponent(outer * inner)
+    one_run = parts == 1 and heads == 1 and strides[6] == 1
+    one_run = one_run and strides[5] == width and width == per_token
+    line = 512 // np.int64(bits)
+    lines = min(tokens * width // line + 1, _NEAR)
     for row in range(rows.shape[1]):
         # States stand for tokens from here on. Positions are not negative.
-        first_token, _ = _divided(rows[1, row] * states, per_state)
-        end, _ = _divided((rows[1, row] + rows[2, row]) * states, per_state)
+        first_token, _ = _divided(rows[1, row] * states, per_state, of_state)
+        tokens_end = rows[1, row] + rows[2, row]
+        end, _ = _divided(tokens_end * states, per_state, of_state)
         valid = end - first_token
         if valid <= 0:
             continue
-        block, unit = _divided(rows[0, row], outer * inner)
-        kernel_block, unit = _divided(unit, inner)
-        begin = offset + block * strides[0]
-        begin += kernel_block * strides[1] + unit * strides[2]
+        if row + _ROWS_AHEAD < rows.shape[1]:
+            ahead = _place(
+                rows[0, row + _ROWS_AHEAD], shape, strides, of_block, of_inner
+            )
+            for i in range(lines):
+                _prefetch(flat, offset + ahead + i * line)
+        begin = offset + _place(rows[0, row], shape, strides, of_block, of_inner)
         for part in range(parts_of_unit):
             number = min(tokens, valid - part * tokens)
             if number <= 0:
                 break
             at = begin + part * strides[3]
             first = np.uint64((first_token + part * tokens) * per_token + skip)
-            if parts == 1:
+            if one_run:
+                weight = factors[0] * (_TWO * first + _ONE)
+                out[row] += _run(flat, at, number * width, weight, _TWO * factors[0])
+            elif parts == 1:
                 out[row] += _tokens(
                     flat, at, number, shape, strides, factors, first, per_token
                 )
