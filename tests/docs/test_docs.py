@@ -17,7 +17,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from rig import documents, servers, stock
+from rig import documents, exchanges, servers, stock
 from rig.prometheus import HOW, program
 
 from vllm.config import KVTransferConfig
@@ -268,3 +268,15 @@ def test_the_dashboards_queries_parse(tmp_path):
     variables = {v["name"] for v in board["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(board["panels"])))
     assert used == variables
+
+
+def test_the_table_of_routers_is_what_the_replay_shows():
+    found = re.findall(
+        r"^\| (.*) \| (NIXL pull|NIXL push|Mooncake) \| (.*?) \|",
+        documents.GUIDE.read_text(),
+        re.MULTILINE,
+    )
+    names = {"nixl_pull": "NIXL pull", "nixl_push": "NIXL push", "mooncake": "Mooncake"}
+    assert found == [
+        (x.router, names[x.connector], x.becomes) for x in exchanges.read()
+    ]

@@ -185,6 +185,7 @@ def ask(
     prompt: Sequence[int],
     max_tokens: int,
     request_id: str | None = None,
+    route: Callable[..., httpx.Response] = prefill_decode,
     **options: Any,
 ) -> Asked:
     """Ask for one prompt while nobody else asks, and hold D's counters together.
@@ -193,7 +194,7 @@ def ask(
     without a verdict is one that the connector itself reports as failed.
     """
     before = _counters(d)
-    answer = prefill_decode(p, d, prompt, max_tokens, request_id=request_id, **options)
+    answer = route(p, d, prompt, max_tokens, request_id=request_id, **options)
     grown = {k: v - before[k] for k, v in _counters(d).items()}
     counted = {k: grown[k] for k in VERDICTS if grown[k]}
     gave_up = bool(grown["given up"])
