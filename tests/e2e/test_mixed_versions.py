@@ -1,15 +1,22 @@
 """Test a rollout: every pair of {stock vLLM, patched off, patched on} keeps transferring, and only on/on verifies.
 
+Then one server after the other is replaced under load.
+
 Stock is the same vLLM with the series reverted (`rig.stock`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from rig.model import tiny_qwen3
-from rig.servers import Server, serving
+from rig.routing import prefill_decode
+from rig.servers import Server, retire, serving, stop_all
 from rig.stock import stock_fork_server
 
 from e2e import pairs
@@ -28,11 +35,11 @@ def stock():
         yield {"fork_server": forks, "env": env}
 
 
-def instance(side: str, kind: str, carrier: str, forks, stock) -> Server:
+def instance(side: str, kind: str, carrier: str, forks, stock, number="") -> Server:
     """Return P or D of one kind; on: fail-open, so that unverified loads are served."""
     origin = stock if kind == "stock" else {"fork_server": forks}
     return Server(
-        f"mixed-{carrier}-{side}-{kind}",
+        f"mixed-{carrier}-{side}-{kind}{number}",
         {"p": "kv_producer", "d": "kv_consumer"}[side],
         model=tiny_qwen3(),
         connector=pairs.CONNECTORS[carrier],
@@ -62,3 +69,108 @@ def test_every_pair_transfers_and_only_on_on_verifies(carrier, forks, stock):
     for server in (producers["stock"], consumers["stock"]):
         assert "vllm-kv-checksum is installed but not applied" in server.log_text()
         assert "KV checksum" not in server.log_text()
+
+
+class Fleet:
+    """Two Ps and two Ds in service, and clients that ask them without a pause."""
+
+    def __init__(self, servers: dict[str, list[Server]]) -> None:
+        self._servers, self._changes = servers, threading.Condition()
+        self._busy: Counter[str] = Counter()
+        self._numbers = itertools.count()
+        self._ends = threading.Event()
+        self.texts: dict[int, str] = {}
+        self.errors: list[Exception] = []
+
+    @contextlib.contextmanager
+    def _pair(self, number: int) -> Iterator[list[Server]]:
+        """Yield a P and a D; all four pairs in turn."""
+        with self._changes:
+            turns = (("p", number), ("d", number // 2))
+            pair = [self._servers[side][turn % 2] for side, turn in turns]
+            self._busy.update(server.name for server in pair)
+        try:
+            yield pair
+        finally:
+            with self._changes:
+                self._busy.subtract(server.name for server in pair)
+                self._changes.notify_all()
+
+    def ask(self, number: int) -> None:
+        """Ask for a prompt that nobody asks for again."""
+        with self._pair(number) as (p, d):
+            answer = prefill_decode(p, d, self.prompt(number), MAX_TOKENS)
+        self.texts[number] = pairs.text_of(answer)
+
+    @staticmethod
+    def prompt(number: int) -> list[int]:
+        return pairs.prompt_of(100 + number % 60, 8000 + number)
+
+    def _ask_on(self) -> None:
+        while not self._ends.is_set():
+            try:
+                self.ask(next(self._numbers))
+            except Exception as error:  # all of them are what the test is about
+                self.errors.append(error)
+
+    @contextlib.contextmanager
+    def under_load(self, clients: int) -> Iterator[None]:
+        threads = [threading.Thread(target=self._ask_on) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._ends.set()
+            for thread in threads:
+                thread.join()
+
+    def replace(self, side: str, index: int, new: Server) -> None:
+        """Start a server, ask it in the place of another, and end that when it is done."""
+        new.start().wait_ready()
+        with self._changes:
+            old, self._servers[side][index] = self._servers[side][index], new
+            assert self._changes.wait_for(lambda: not self._busy[old.name], 60)
+        retire([old])
+
+    def rounds(self, number: int) -> None:
+        """Let clients go on until they have asked so many times more."""
+        goal = len(self.texts) + number
+        pairs.wait(lambda: self.errors or len(self.texts) >= goal, "answers")
+
+
+def test_a_rollout_under_load(forks, stock):
+    """One server after the other is replaced; no request notices, and in the end all is verified."""
+
+    def new(place, kind):
+        side, number = place
+        return instance(side, kind, "nixl_pull", forks, stock, f"-{number}")
+
+    places = [("d", 0), ("p", 0), ("p", 1), ("d", 1)]
+    before = {place: new(place, "stock") for place in places}
+    after = {place: new(place, "on") for place in places}
+    fleet = Fleet({side: [before[side, n] for n in range(2)] for side in "pd"})
+    with serving(*before.values()), contextlib.ExitStack() as stack:
+        stack.callback(stop_all, list(after.values()))
+        with fleet.under_load(clients=3):
+            for place in places:
+                fleet.replace(*place, after[place])
+                fleet.rounds(8)
+        assert fleet.errors == []
+        ds = [after["d", 0], after["d", 1]]
+        met = [pairs.loads(d) for d in ds]
+        assert met[0]["unverified"] > 0, "nothing came from a P of before"
+        assert met[0]["unverified"] == pairs.unverified(ds[0], "no_payload")
+        assert met[1]["unverified"] == 0, "both Ps were replaced by then"
+        last = range(100_000, 100_024)
+        for number in last:
+            fleet.ask(number)
+        now = [pairs.loads(d) for d in ds]
+        for was, end in zip(met, now, strict=True):
+            assert end == {**was, "verified": was["verified"] + len(last) // 2}
+            assert end["mismatch"] == 0
+        asked = sorted(fleet.texts)[::4]
+        prompts = [fleet.prompt(number) for number in asked]
+        expected = pairs.reference_texts(after["p", 0], prompts, MAX_TOKENS)
+        assert [fleet.texts[number] for number in asked] == expected
+        retire(list(after.values()))

@@ -13,6 +13,7 @@ from rig.servers import HOST, Server
 
 Prompt = str | Sequence[int]
 Params = dict[str, Any]
+Ranks = tuple[int | None, int | None]
 
 
 def prefill(p: Server, prompt: Prompt, *, request_id: str, **body: Any) -> Params:
@@ -39,54 +40,72 @@ def prefill_decode(
     request_id: str | None = None,
     merged: Params | None = None,
     p_prompt: Prompt | None = None,
+    ranks: Ranks = (None, None),
     **body: Any,
 ) -> httpx.Response:
     """Prefill on ``p``, decode on ``d`` as ``p``'s connector wants it; return ``d``'s response, whatever its status.
 
     ``merged`` is added to the parameters that ``d`` gets, as a router may do that merges parameters. ``p_prompt``
-    is what ``p`` is asked instead, as by a router that mixes requests up.
+    is what ``p`` is asked instead, as by a router that mixes requests up. ``ranks`` are the data parallel ranks
+    that are asked.
     """
     shared = request_id or str(uuid.uuid4())
     route = _at_once if p.connector == "MooncakeConnector" else _one_by_one
     prompts = (prompt if p_prompt is None else p_prompt, prompt)
-    return route(p, d, prompts, max_tokens, shared, merged or {}, body)
+    return route(p, d, prompts, ranks, max_tokens, shared, merged or {}, body)
 
 
 def _one_by_one(
     p: Server,
     d: Server,
     prompts: tuple[Prompt, Prompt],
+    ranks: Ranks,
     max_tokens: int,
     shared: str,
     merged: Params,
     body: Params,
 ) -> httpx.Response:
     """Hand everything that P returned to D (NIXL). Push mode matches the two by their equal X-Request-Id."""
-    params = {**prefill(p, prompts[0], request_id=shared), **merged}
-    return d.completions(prompts[1], max_tokens, params, request_id=shared, **body)
+    answer = prefill(p, prompts[0], request_id=shared, dp_rank=ranks[0])
+    return d.completions(
+        prompts[1],
+        max_tokens,
+        {**answer, **merged},
+        request_id=shared,
+        dp_rank=ranks[1],
+        **body,
+    )
 
 
 def _at_once(
     p: Server,
     d: Server,
     prompts: tuple[Prompt, Prompt],
+    ranks: Ranks,
     max_tokens: int,
     shared: str,
     merged: Params,
     body: Params,
 ) -> httpx.Response:
     """Ask P and D at the same time, with one transfer id (Mooncake); P's bootstrap server tells its engine id."""
-    ask_p, ask_d = mooncake_params(p)
+    ask_p, ask_d = mooncake_params(p, ranks[0])
     answers: list[httpx.Response] = []
     prefilling = threading.Thread(
         target=lambda: answers.append(
-            p.completions(prompts[0], 1, ask_p, request_id=shared)
+            p.completions(prompts[0], 1, ask_p, request_id=shared, dp_rank=ranks[0])
         )
     )
     ask_d |= merged
     prefilling.start()
     try:
-        answer = d.completions(prompts[1], max_tokens, ask_d, request_id=shared, **body)
+        answer = d.completions(
+            prompts[1],
+            max_tokens,
+            ask_d,
+            request_id=shared,
+            dp_rank=ranks[1],
+            **body,
+        )
     finally:
         prefilling.join()
     for answered in answers:
@@ -94,7 +113,7 @@ def _at_once(
     return answer
 
 
-def mooncake_params(p: Server) -> tuple[Params, Params]:
+def mooncake_params(p: Server, rank: int | None = None) -> tuple[Params, Params]:
     """Return the transfer parameters of P's and of D's half of one Mooncake request, in whatever order they are asked."""
     # P remembers a transfer for a while: its id must not come from a client.
     transfer = {"transfer_id": f"xfer-{uuid.uuid4()}"}
@@ -103,15 +122,15 @@ def mooncake_params(p: Server) -> tuple[Params, Params]:
         "do_remote_decode": False,
         "do_remote_prefill": True,
         "remote_bootstrap_addr": f"http://{HOST}:{p.bootstrap_port}",
-        "remote_engine_id": mooncake_engine_id(p),
+        "remote_engine_id": mooncake_engine_id(p, rank or 0),
         **transfer,
     }
     return ask_p, ask_d
 
 
-def mooncake_engine_id(p: Server) -> str:
-    """Return the engine id under which P's Mooncake workers are registered with its bootstrap server."""
+def mooncake_engine_id(p: Server, rank: int = 0) -> str:
+    """Return the engine id under which a rank's Mooncake workers are registered with P's bootstrap server."""
     url = f"http://{HOST}:{p.bootstrap_port}/query"
     page = httpx.get(url, trust_env=False, timeout=10).raise_for_status().json()
-    found: str = page["0"]["engine_id"]
+    found: str = page[str(rank)]["engine_id"]
     return found

@@ -111,6 +111,7 @@ class Server:
         transfer: Mapping[str, Any] | None = None,
         tp: int = 1,
         pp: int = 1,
+        dp: int = 1,
         block_size: int = 32,
         dtype: str = "bfloat16",
         args: Sequence[str] = (),
@@ -119,7 +120,7 @@ class Server:
         fork_server: ForkServer | None = None,
     ) -> None:
         self.name, self.role, self.model = name, role, model
-        self.tp, self.pp = tp, pp
+        self.tp, self.pp, self.dp = tp, pp, dp
         self.connector, self.transfer = connector, dict(transfer or {})
         self.block_size, self.dtype, self.args = block_size, dtype, tuple(args)
         self.env = dict(env or {})
@@ -162,7 +163,8 @@ class Server:
             "--enable-prompt-tokens-details",
         ]
         line += ["--block-size", str(self.block_size), "--dtype", self.dtype]
-        for option, size in (("tensor", self.tp), ("pipeline", self.pp)):
+        sizes = {"tensor": self.tp, "pipeline": self.pp, "data": self.dp}
+        for option, size in sizes.items():
             if size > 1:
                 line += [f"--{option}-parallel-size", str(size)]
         if self.tp * self.pp > 1:
@@ -204,9 +206,11 @@ class Server:
             "KV_CHECKSUM_RIG_TABLES": str(self.tables),
             "KV_CHECKSUM_RIG_DAMAGE": str(self.damage),
         }
-        alone = self.tp * self.pp == 1
+        alone = self.tp * self.pp * self.dp == 1
         single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {}
-        return {**inherited, **ENVIRONMENT, **ports, **single, **self.env}
+        # vLLM gives each data parallel rank a NUMA node of its own, unless this is set, to whatever.
+        shared = {"VLLM_CPU_SIM_MULTI_NUMA": "0"} if self.dp > 1 else {}
+        return {**inherited, **ENVIRONMENT, **ports, **single, **shared, **self.env}
 
     def start(self) -> Server:
         """Start the process in a session of its own and return at once."""
@@ -295,11 +299,17 @@ class Server:
         kv_transfer_params: Mapping[str, Any] | None = None,
         *,
         request_id: str | None = None,
+        dp_rank: int | None = None,
         **body: Any,
     ) -> httpx.Response:
-        """Ask for a greedy completion (override by keyword) and return the response, whatever its status."""
+        """Ask for a greedy completion (override by keyword) and return the response, whatever its status.
+
+        ``dp_rank`` is the data parallel rank that is to serve it; vLLM chooses if there is none.
+        """
         asked = _completion(prompt, max_tokens, kv_transfer_params, body)
-        headers = {"X-Request-Id": request_id} if request_id else None
+        headers = {"X-Request-Id": request_id} if request_id else {}
+        if dp_rank is not None and self.dp > 1:
+            headers["X-data-parallel-rank"] = str(dp_rank)
         return self.post("/v1/completions", headers=headers, **asked)
 
     def streamed(

@@ -7,6 +7,7 @@ connector was told to load. ``rig.servers.serving`` asks for both before it stop
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,11 +64,11 @@ def counted(server: Server) -> Loads:
     """Return what a server tells on /metrics, all of one moment."""
     page = server.metrics()
     name = "vllm:kv_checksum_loads"
-    judged = {}
+    judged: Counter[tuple[str, str]] = Counter()
     for (found, labels), value in page.items():
         if found == f"{name}_total":
             of = dict(labels)
-            judged[of["verdict"], of["carrier"]] = int(value)
+            judged[of["verdict"], of["carrier"]] += int(value)
     return Loads(
         started=int(total(page, f"{name}_started_total")),
         failed=int(total(page, f"{name}_failed_total")),
@@ -87,7 +88,8 @@ def settled(server: Server, timeout: float = SETTLED_S) -> Loads:
     while True:
         # Statistics travel with steps, and an idle engine makes none. With a prompt of one token vLLM's ExampleConnector
         # says that it has a negative number of tokens.
-        server.completions([5, 5], 1).raise_for_status()
+        for rank in range(server.dp):
+            server.completions([5, 5], 1, dp_rank=rank).raise_for_status()
         found = counted(server)
         if found.under_way == 0:
             return found
