@@ -5,6 +5,7 @@
 import pickle
 from dataclasses import replace
 
+import numba
 import pytest
 import torch
 
@@ -21,7 +22,10 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (
     LayerFormat,
     TokenOrder,
 )
-from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import torch_reference
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import (
+    numba_kernel,
+    torch_reference,
+)
 from vllm.distributed.kv_transfer.kv_checksum.worker.rows import build_rows
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -561,6 +565,39 @@ def test_fingerprints_do_not_depend_on_pp_or_block_size():
     assert print_of[whole] == print_of[other_size]
     other = u.worker(u.config(8, (stages[0], spec)), stages[0])
     assert other.groups[0].fingerprint != print_of[whole]
+
+
+def test_no_step_takes_a_variant_that_the_warm_up_did_not_compile():
+    """Look at what numba compiled: arrays of one layout, however rows and sums lie.
+
+    Groups beside each other, several columns and states of several units slice them.
+    """
+    spec = u.full_spec()
+    latents = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        head_size=32,
+        dtype=torch.bfloat16,
+        tokens_per_state=32,
+    )
+    a, b = (
+        named(layer_caches(spec)),
+        {"model.layers.7.attn": u.random_cache(8, latents)},
+    )
+    w = u.worker(u.config(8, (a, spec), (b, latents)), {**a, **b})
+    variants = numba_kernel._sum_rows.signatures.copy()
+    blocks = KVChecksumBlocks(150, {0: (0, [3, 1, 4] * 3), 1: (0, [4, 2, 6])})
+    record = u.send_record(w, blocks)
+    two_columns = torch.zeros((len(u.values_of(record)), 2), dtype=torch.int64)
+    rows = torch.tensor([[3, 1], [0, 16], [16, 16]])
+    w._sums[0][0][1](rows, two_columns[:2, 1])
+    alone = torch.zeros(2, dtype=torch.int64)
+    w._sums[0][0][1](rows, alone)
+    assert torch.equal(two_columns[:2, 1], alone) and alone.all()
+    assert numba_kernel._sum_rows.signatures == variants
+    for variant in variants:
+        arrays = [x for x in variant if isinstance(x, numba.types.Array)]
+        assert {array.layout for array in arrays} == {"C"}
 
 
 # ---- life of a request

@@ -348,12 +348,21 @@ def _sum_rows(
 
 def prepare(layers: Sequence[LayerView]) -> SumRows:
     """Build the function that sums `layers`; the caches must stay where they are."""
-    arguments = [(layer.units_per_state, _arguments(layer)) for layer in layers]
+    by_states: dict[int, list[tuple[Any, ...]]] = {}
+    for layer in layers:
+        by_states.setdefault(layer.units_per_state, []).append(_arguments(layer))
 
     def run(rows: torch.Tensor, out: torch.Tensor) -> None:
-        for every, layer in arguments:
+        for every, arguments in by_states.items():
             ends, sums = rows_of_states(rows, out, every)
-            _sum_rows(*layer, ends.numpy(), sums.numpy().view(np.uint64))
+            # Arrays that are not contiguous would be a type of their own to numba, and
+            # the first of them would compile everything again, in an engine step.
+            own_rows, own_sums = ends.contiguous(), sums.contiguous()
+            values = own_sums.numpy().view(np.uint64)
+            for layer in arguments:
+                _sum_rows(*layer, own_rows.numpy(), values)
+            if not sums.is_contiguous():
+                sums.copy_(own_sums)
 
     return run
 
