@@ -109,18 +109,28 @@ def check(
 
     """
     lines.longest, lines.plain = 0, True
+    bound = MAX_CPU_S * (10 if memory else 1)
+    # CPU time grows, too, where others share the core: too much of it is so each time.
+    for _ in range(3):
+        outcome, spent, peak = _run(target, data, memory)
+        if spent < bound:
+            break
+    assert spent < bound, f"{spent:.2f} s of CPU time"
+    limit = target.memory + target.memory_per_byte * len(data)
+    assert peak <= limit, f"{peak} bytes of memory"
+    assert lines.longest < MAX_LINE, f"a line of {lines.longest} characters"
+    assert lines.plain, "a line that is not one line of text"
+    return outcome, spent
+
+
+def _run(target: Target, data: bytes, memory: bool) -> tuple[str, float, int]:
+    """Return what became of an input, its CPU time, and its peak of memory, 0 if that is not measured."""
     if memory:
         tracemalloc.start()
     began = time.thread_time()
     try:
         outcome = target.run(data)
         spent = time.thread_time() - began
-        peak = tracemalloc.get_traced_memory()[1] if memory else 0
+        return outcome, spent, tracemalloc.get_traced_memory()[1] if memory else 0
     finally:
         tracemalloc.stop()
-    assert spent < MAX_CPU_S * (10 if memory else 1), f"{spent:.2f} s of CPU time"
-    limit = target.memory + target.memory_per_byte * len(data)
-    assert peak <= limit, f"{peak} bytes of memory"
-    assert lines.longest < MAX_LINE, f"a line of {lines.longest} characters"
-    assert lines.plain, "a line that is not one line of text"
-    return outcome, spent
