@@ -7,6 +7,7 @@ instances of their own.
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -48,29 +49,23 @@ def by_engine(server, verdict):
     }
 
 
-def ranks_of(p, d):
-    return [(a, b) for a in range(p.dp) for b in range(d.dp)]
-
-
 @pytest.mark.parametrize(("p_dp", "d_dp"), [(2, 1), (1, 2), (2, 2)])
 def test_every_rank_verifies_every_rank(site, p_dp, d_dp):
     p, d = site[0][p_dp - 1], site[1][d_dp - 1]
-    for p_rank, d_rank in ranks_of(p, d):
-        for number, (begins, verdict) in enumerate(
-            (("clean", "verified"), ("flip", "mismatch"))
-        ):
-            name = f"{begins}-{p_dp}{d_dp}{p_rank}{d_rank}"
-            seed = 100 * p_dp + 50 * d_dp + 10 * p_rank + 2 * d_rank + number
-            prompts = pairs.prompts_of(150, 3000 + seed)
-            before = by_engine(d, verdict)
-            asked, expected = pairs.ask_anew(
-                p, d, prompts, MAX_TOKENS, name, ranks=(p_rank, d_rank)
-            )
-            assert pairs.text_of(asked.answer) == expected
-            assert asked.counted == {verdict: 1}
-            engine = str(d_rank)
-            now = by_engine(d, verdict)
-            assert now == before | {engine: before.get(engine, 0) + 1}
+    kinds = {"clean": "verified", "flip": "mismatch"}
+    cases = itertools.product(range(p_dp), range(d_dp), kinds.items())
+    for number, (p_rank, d_rank, (begins, verdict)) in enumerate(cases):
+        prompts = pairs.prompts_of(150, 3000 + 100 * p_dp + 50 * d_dp + number)
+        name = f"{begins}-{p_dp}{d_dp}{number}"
+        before = by_engine(d, verdict)
+        asked, expected = pairs.ask_anew(
+            p, d, prompts, MAX_TOKENS, name, ranks=(p_rank, d_rank)
+        )
+        assert pairs.text_of(asked.answer) == expected
+        assert asked.counted == {verdict: 1}
+        engine = str(d_rank)
+        now = by_engine(d, verdict)
+        assert now == before | {engine: before.get(engine, 0) + 1}
 
 
 def test_vllm_balances_and_nothing_is_mixed_up(site):

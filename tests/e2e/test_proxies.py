@@ -127,6 +127,15 @@ def test_vllm_router_forwards_the_payload(nixl):
             assert (asked.counted, asked.external_tokens) == ({"verified": 1}, n)
 
 
+def using(params):
+    """Return a route that asks D alone, with what P answered before."""
+
+    def route(p, d, prompt, max_tokens, *, request_id):
+        return d.completions(prompt, max_tokens, params, request_id=request_id)
+
+    return route
+
+
 @pytest.mark.parametrize("overwritten", [False, True])
 def test_an_answer_of_p_that_is_used_again_at_another_d(nixl, overwritten):
     """P frees the blocks when the first D has read them, and may give them to others.
@@ -137,9 +146,7 @@ def test_an_answer_of_p_that_is_used_again_at_another_d(nixl, overwritten):
     prompt = pairs.prompt_of(150, 730 + overwritten)
     (expected,) = pairs.reference_texts(p, [prompt], MAX_TOKENS)
     params = prefill(p, prompt, request_id=f"again-{overwritten}")
-
-    def route(p, d, prompt, max_tokens, *, request_id):
-        return d.completions(prompt, max_tokens, params, request_id=request_id)
+    route = using(params)
 
     first = pairs.ask(p, d, prompt, MAX_TOKENS, "first", route)
     if overwritten:
@@ -159,9 +166,7 @@ def test_an_answer_of_p_that_is_used_again_at_the_same_d(nixl):
     prompt = pairs.prompt_of(150, 750)
     (expected,) = pairs.reference_texts(p, [prompt], MAX_TOKENS)
     params = prefill(p, prompt, request_id="twice")
-
-    def route(p, d, prompt, max_tokens, *, request_id):
-        return d.completions(prompt, max_tokens, params, request_id=request_id)
+    route = using(params)
 
     for external in (150, 150 - 128):
         asked = pairs.ask(p, d, prompt, MAX_TOKENS, f"twice-{external}", route)

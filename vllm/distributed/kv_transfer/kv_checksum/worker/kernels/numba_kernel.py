@@ -44,7 +44,7 @@ _AHEAD, _CACHE_LINE = 1024, 8
 _ROWS_AHEAD, _NEAR = 2, 16
 """How many rows ahead a unit is prefetched, and how many cache lines of it at most.
 
-Processors do not guess where the next unit is. It makes up to a third of the speed.
+Processors do not guess where the next unit is if blocks are in random order.
 """
 
 _UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
