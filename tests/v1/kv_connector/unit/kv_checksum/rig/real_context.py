@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.worker.gpu import kv_connector as runner
 
 from .context import HEAD_SIZE, ContextInstance, ContextPull
+from .real_workers import shut_down, start_groups
 
 BLOCK_SIZE = 16
 
@@ -83,12 +84,7 @@ class RealContextPull(ContextPull):
         self.ranks = []
         handshakes = {}
         with set_current_vllm_config(instance.config):
-            if not parallel_state.model_parallel_is_initialized():
-                address = f"tcp://127.0.0.1:{free_port()}"
-                parallel_state.init_distributed_environment(
-                    1, 0, address, 0, backend="gloo"
-                )
-                parallel_state.ensure_model_parallel_initialized(1, 1)
+            start_groups()
             for rank in range(instance.tp):
                 with as_rank(rank, instance.tp):
                     worker, active = self.make_rank(instance, rank)
@@ -132,7 +128,7 @@ class RealContextPull(ContextPull):
 
     def close(self, instance):
         for worker, _ in self.ranks:
-            worker.shutdown()
+            shut_down(worker)
         instance.scheduler.connector.shutdown()
 
 
