@@ -365,6 +365,18 @@ def test_nixl_s_own_workers_of_every_rank(latent_model, sizes):
         assert d.answer_kv_is_right(longer)
 
 
+def test_no_thread_of_nixl_outlives_its_worker(latent_model):
+    """The rig's own: such a thread may poll, and slow every later test."""
+    counts = []
+    for _ in range(2):
+        with ExitStack() as stack:
+            p, d = real.pair(stack, latent_model, (2, 2))
+            start(p, d, "r", tokens(40))
+            until_answered(p, d, "r")
+        counts.append(len(os.listdir("/proc/self/task")))
+    assert counts[0] == counts[1]
+
+
 def start(p, d, req_id, prompt):
     return d.add(req_id, prompt, prefill(p, f"p-{req_id}", prompt), max_tokens=9)
 
