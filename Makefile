@@ -45,7 +45,7 @@ test-slow: env
 
 test-base: env
 	$(BIN)/python tests/rig/older.py $(BASE)
-	PYTHONPATH=.rig/vllm-$(BASE) $(BIN)/python -m pytest tests/v1 tests/series -m "not slow" -q
+	PYTHONPATH=.rig/vllm-$(BASE) $(BIN)/python -m pytest tests/v1 tests/series -m "not slow" $(PARALLEL) -q
 
 test-upstream: env
 	$(BIN)/python tests/rig/upstream.py

@@ -227,6 +227,8 @@ def test_names_that_nothing_relies_on_may_change(stock, feature):
 
 
 def test_an_unknown_version_is_judged_by_what_it_has(stock, feature):
+    if not stock.version.startswith(KNOWN_VERSIONS[-1]):
+        pytest.skip("an older release, which gets other edits than an unknown one")
     report = check(replace(stock, version="9.9.9"), feature)
     assert not report.problems and not report.known
     assert "(unknown version)" in report.to_text()

@@ -80,6 +80,7 @@ def test_a_layer_that_knows_of_no_splits_has_none():
             mamba_page_size_padded=None,
             mamba_cache_mode="none",
             use_replayssm=False,
+            use_kda_recoverssm=False,
         ),
         speculative_config=None,
         num_speculative_tokens=0,

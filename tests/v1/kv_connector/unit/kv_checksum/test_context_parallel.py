@@ -374,7 +374,8 @@ def test_no_thread_of_nixl_outlives_its_worker(latent_model):
             start(p, d, "r", tokens(40))
             until_answered(p, d, "r")
         counts.append(len(os.listdir("/proc/self/task")))
-    assert counts[0] == counts[1]
+    # Each pair has more than twenty; an idle one of other libraries may come or go.
+    assert counts[1] < counts[0] + 8
 
 
 def start(p, d, req_id, prompt):

@@ -19,7 +19,7 @@ from vllm.v1.engine import FinishReason
 from .rig import instances as rig
 from .rig import real_workers as real
 from .rig.instances import tokens
-from .rig.versions import needs
+from .rig.versions import needs, older_than, without
 
 NUM_BLOCKS = 1500
 _numbers = count()
@@ -202,8 +202,10 @@ def test_a_producer_aborted_in_its_prefill_leaves_nothing(pair):
 
 
 @pytest.mark.parametrize("stage", ["before", "loading", "before verdict"])
-def test_a_load_aborted_at_each_stage_leaves_nothing(pair, stage):
+def test_a_load_aborted_at_each_stage_leaves_nothing(pair, side, stage):
     p, d = pair
+    if side.transport == "mooncake" and older_than("0.32.0"):
+        pytest.skip(without("right end of an aborted Mooncake load, checked or not"))
     request = start_load(p, d, tokens(300, next(_numbers)))
     reported = []
 

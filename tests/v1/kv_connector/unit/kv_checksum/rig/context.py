@@ -21,6 +21,7 @@ from vllm.v1.worker import block_table
 from . import caches as u
 from . import instances as rig
 from .transports import FAKES
+from .versions import older_than
 
 HEAD_SIZE = 16
 ELSEWHERE = -1
@@ -39,20 +40,25 @@ def slots(row, positions, block_size, size, rank):
     """
     table = torch.tensor([list(row)], dtype=torch.int32)
     found = torch.full((len(positions),), ELSEWHERE, dtype=torch.int64)
+    more = {}
+    if older_than("0.32.0"):
+        # Blocks of the cache and of the kernel are one here.
+        more = {"block_size": block_size, "BLOCKS_PER_KV_BLOCK": 1}
     block_table.ComputeSlotMappingKernel.kernel[(2,)](
-        len(positions),
-        len(positions),
-        torch.tensor([0, len(positions)], dtype=torch.int32),
-        positions,
-        table,
-        table.stride(0),
-        found,
+        num_tokens=len(positions),
+        max_num_tokens=len(positions),
+        query_start_loc_ptr=torch.tensor([0, len(positions)], dtype=torch.int32),
+        positions_ptr=positions,
+        block_table_ptr=table,
+        block_table_stride=table.stride(0),
+        slot_mapping_ptr=found,
         KV_CACHE_BLOCK_SIZE=block_size,
         TOTAL_CP_WORLD_SIZE=size,
         TOTAL_CP_RANK=rank,
         CP_KV_CACHE_INTERLEAVE_SIZE=block_size if size > 1 else 1,
         PAD_ID=ELSEWHERE,
         BLOCK_SIZE=1024,
+        **more,
     )
     return found
 

@@ -63,7 +63,8 @@ def shut_down(connector):
     a pause: what ran after it took ten times as long.
     """
     connector.shutdown()
-    if agent := getattr(connector.connector_worker, "nixl_wrapper", None):
+    side = getattr(connector, "connector_worker", None)
+    if agent := getattr(side, "nixl_wrapper", None):
         del agent.agent
 
 
