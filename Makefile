@@ -17,7 +17,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make unit   the tests that need no servers"
 	@echo "make test   every test, with real vLLM servers (WORKERS=2 files at a time)"
-	@echo "make test-slow  what make test leaves out: vLLM's real wheel, a rollout, more orders of events"
+	@echo "make test-slow  what make test leaves out: the real wheel of vLLM, more orders of events"
 	@echo "make test-base  the unit tests on another supported vLLM (BASE=0.32.0)"
 	@echo "make test-upstream  vLLM's own tests: what passes on stock passes on the patched tree"
 	@echo "            (downloads vLLM's source distribution; half an hour and more)"

@@ -19,7 +19,7 @@ from rig import processes
 from rig.model import tiny_qwen3
 from rig.mooncake_store import MooncakeStore
 from rig.routing import prefill, prefill_decode
-from rig.servers import Server, free_port, serving
+from rig.servers import PORTS, Server, free_port, own_ports, serving
 
 from e2e import pairs
 
@@ -281,3 +281,13 @@ def test_mooncake_master_under_load(model, common, tmp_path):
                 "the tables",
                 10,
             )
+
+
+def test_pytest_s_workers_give_their_servers_other_ports(monkeypatch):
+    """The rig's own: a server of another worker answered in the place of one that was just starting."""
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
+    given = []
+    for worker in range(3):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
+        given += [*own_ports()]
+    assert len(given) == len(set(given)) == len(PORTS) and set(given) == set(PORTS)

@@ -139,7 +139,6 @@ class Fleet:
         pairs.wait(lambda: self.errors or len(self.texts) >= goal, "answers")
 
 
-@pytest.mark.slow
 def test_a_rollout_under_load(forks, stock):
     """One server after the other is replaced; no request notices, and in the end all is verified."""
 

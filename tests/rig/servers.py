@@ -78,10 +78,20 @@ PORTS = range(20000, 32000)
 before the server that it was meant for binds it."""
 
 
+def own_ports() -> range:
+    """Return the share of ``PORTS`` of this process among pytest's workers.
+
+    A server may start long after it was given its port. Another worker's server on it would answer in its place.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    size = len(PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return PORTS[worker * size : (worker + 1) * size]
+
+
 def free_port() -> int:
     """Return a port that is free now and that this process has not handed out before."""
     while True:
-        port = random.SystemRandom().choice(PORTS)
+        port = random.SystemRandom().choice(own_ports())
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
             with _lock:
