@@ -10,7 +10,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base test-upstream lint bench campaign mutants fuzz soak demo clean
+.PHONY: help env unit test test-slow test-base test-upstream lint bench bench-serving campaign mutants fuzz soak demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-upstream  vLLM's own tests: what passes on stock passes on the patched tree"
 	@echo "            (downloads vLLM's source distribution; half an hour and more)"
 	@echo "make bench  what the checks cost: summing KV, the code on the host, and loads from a store"
+	@echo "make bench-serving  what the checks cost a served request: the engine's thread without a"
+	@echo "            forward pass, and real servers with vllm bench serve (an hour)"
 	@echo "make campaign  a million damaged blocks, and the table of outcomes (N=blocks)"
 	@echo "make mutants  one-line breaks of the feature: every one must fail a unit test"
 	@echo "            (IDS='S01 U02' runs these alone; each takes about 10 s)"
@@ -55,13 +57,17 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
-	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/originals.py tests/campaign benchmarks/spacing
+	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/benchmark_kv_checksum_engine.py benchmarks/benchmark_serving.py benchmarks/originals.py tests/campaign benchmarks/spacing
 
 mutants: env
 	$(BIN)/python tests/rig/mutants.py $(IDS)
 
 fuzz: env
 	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
+
+bench-serving: env
+	$(BIN)/python benchmarks/benchmark_kv_checksum_engine.py
+	$(BIN)/python benchmarks/benchmark_serving.py
 
 bench: env
 	$(BIN)/python benchmarks/kernels/benchmark_kv_checksum.py

@@ -17,7 +17,12 @@ from rig.servers import HOST, Server, free_port
 
 
 @contextlib.contextmanager
-def vllm_router(p: Server, d: Server, timeout: float = 60) -> Iterator[httpx.Client]:
+def vllm_router(
+    p: Server,
+    d: Server,
+    timeout: float = 60,
+    log: Path = CACHE / "logs" / "vllm-router.log",
+) -> Iterator[httpx.Client]:
     """Run the router until the block ends; yield a client of it. Raises if it does not come up."""
     port, metrics = free_port(), free_port()
     line = [str(Path(sys.executable).parent / "vllm-router")]
@@ -26,7 +31,6 @@ def vllm_router(p: Server, d: Server, timeout: float = 60) -> Iterator[httpx.Cli
     line += ["--policy", "round_robin", "--disable-retries"]
     for role, server in (("prefill", p), ("decode", d)):
         line += [f"--{role}", f"http://{HOST}:{server.port}"]
-    log = CACHE / "logs" / "vllm-router.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             line,
