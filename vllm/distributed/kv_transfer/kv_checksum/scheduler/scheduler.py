@@ -638,7 +638,7 @@ class KVChecksumScheduler:
             outputs: the step's outputs, by client.
 
         """
-        self._consequences.attach_errors(outputs)
+        self._consequences.client_errors.attach(outputs)
 
     def request_finished(
         self, request: Request, params: dict[str, Any] | None
