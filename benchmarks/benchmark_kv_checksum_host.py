@@ -220,6 +220,7 @@ def scheduler_part() -> Any:
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=1, pipeline_parallel_size=1
             ),
+            observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         ),
         None,
         SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=16)),

@@ -150,6 +150,7 @@ class Side:
                 pipeline_parallel_size=self.split.pp,
                 decode_context_parallel_size=1,
             ),
+            observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         )
         return KVChecksumScheduler(
             config,

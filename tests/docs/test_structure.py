@@ -11,7 +11,7 @@ from rig.model import CACHE
 
 from vllm.distributed.kv_transfer import kv_checksum
 from vllm.distributed.kv_transfer.kv_checksum import checksum, metrics
-from vllm.distributed.kv_transfer.kv_checksum.scheduler import report
+from vllm.distributed.kv_transfer.kv_checksum.scheduler import client_errors, report
 from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     Difference,
     GroupVerdict,
@@ -203,7 +203,10 @@ def test_the_readme_s_mismatch_is_what_the_code_says(monkeypatch):
     source = report.remote_engine(params)
     report.Reporter().load(req_id, verdict, source, "request failed")
     assert logged == [line]
-    assert report.client_error(verdict) == error
+    assert client_errors.client_error(verdict) == (
+        "kv_checksum_mismatch",
+        error,
+    )
     registry = CollectorRegistry()
 
     class InRegistry:

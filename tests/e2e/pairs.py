@@ -143,13 +143,23 @@ def skipped_groups(server: Server) -> dict[str, int]:
     }
 
 
-def error_of(response: httpx.Response) -> str:
-    """Return what a failed request's client reads, plain or in a stream."""
+def error_object_of(response: httpx.Response) -> dict[str, Any]:
+    """Return the error that a failed request's client receives, plain or in a stream."""
     if "text/event-stream" not in response.headers["content-type"]:
-        return str(response.json()["error"]["message"])
-    events = [x.removeprefix("data: ") for x in response.text.splitlines() if x]
-    assert events[-1] == "[DONE]"
-    return str(json.loads(events[-2])["error"]["message"])
+        error = response.json()["error"]
+        assert response.status_code == error["code"]
+    else:
+        events = [x.removeprefix("data: ") for x in response.text.splitlines() if x]
+        assert response.status_code == 200 and events[-1] == "[DONE]"
+        error = json.loads(events[-2])["error"]
+        assert not [x for x in events[:-2] if "content" in x or "text" in x]
+    assert isinstance(error, dict)
+    return error
+
+
+def error_of(response: httpx.Response) -> str:
+    """Return the text that a failed request's client reads, plain or in a stream."""
+    return str(error_object_of(response)["message"])
 
 
 def reference_texts(

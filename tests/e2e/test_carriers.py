@@ -13,7 +13,7 @@ import pytest
 from rig import processes, verdicts
 from rig.model import tiny_qwen3
 from rig.routing import mooncake_params, prefill, prefill_decode
-from rig.servers import serving
+from rig.servers import SERVED_NAME, serving
 
 from e2e import pairs
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
@@ -31,6 +31,8 @@ FAULTS = {
     "third-": {"kind": "bit_flip", "skip": 2},
 }
 
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 MANY = ("--kv-cache-memory-bytes", str(192 << 20), "--max-num-seqs", "32")
 """For many requests at once, and KV that waits to be pulled."""
@@ -58,7 +60,12 @@ def consumers(carrier, common, p):
     """Yield a consumer that damages chosen loads, by mode."""
     servers = {
         mode: pairs.consumer(
-            f"e2e-{carrier}-{mode}", tiny_qwen3(), mode, faults=FAULTS, **common
+            f"e2e-{carrier}-{mode}",
+            tiny_qwen3(),
+            mode,
+            faults=FAULTS,
+            args=("--chat-template", CHAT_TEMPLATE),
+            **common,
         )
         for mode in pairs.MODES
     }
@@ -85,8 +92,7 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
     answer, expected, counted = ask(p, d, 450, 32, request_id)
     assert counted == {"mismatch": 1}
     if mode == "fail":
-        assert answer.status_code == 500
-        assert pairs.error_of(answer).startswith("KV checksum mismatch")
+        assert_retryable(answer, "kv_checksum_mismatch", "KV checksum mismatch: ")
     elif mode == "recompute":
         assert pairs.text_of(answer) == expected
     else:
@@ -99,11 +105,14 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
     assert counted == {"unverified": 1}
     assert pairs.unverified(d, "no_payload") == 1
     if mode == "fail":
-        assert answer.status_code == 500
-        assert "no_payload" in pairs.error_of(answer)
+        not_sent = ("kv_checksum_unverified", "KV checksums not verified: ")
+        assert_retryable(answer, *not_sent)
+        assert "(no_payload)" in pairs.error_of(answer)
         prompts = pairs.prompts_of(90, 35)
         streamed, _ = pairs.ask_anew(p, d, prompts, 2, "bit_flip-stream", stream=True)
-        assert pairs.error_of(streamed.answer).startswith("KV checksum mismatch")
+        assert_retryable(
+            streamed.answer, "kv_checksum_mismatch", "KV checksum mismatch: "
+        )
     else:
         assert pairs.text_of(answer) == expected
     answer, expected, counted = ask(p, d, 200, 34, f"next-{mode}")
@@ -121,6 +130,54 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
     own = {"nixl_pull": "kv_transfer_params"}.get(carrier, "connector")
     assert d.metric(name, carrier=own) == d.metric(name) == 3 + mismatches
     assert p.metric("vllm:kv_checksum_payload_bytes_total") > 0
+
+
+def assert_retryable(answer, reason, text):
+    """Check that a client received vLLM's error for failures that are safe to retry.
+
+    It has vLLM's own fields and the reason, and nothing of the hosts or the load.
+    """
+    error = pairs.error_object_of(answer)
+    message = error.pop("message")
+    assert message.startswith(text) and not set(message) & set("0123456789/{[")
+    assert error == {
+        "type": "ServiceUnavailableError",
+        "param": None,
+        "code": 503,
+        "reason": reason,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+def test_the_client_of_a_failed_chat_may_retry(carrier, consumers, p, stream):
+    if carrier == "mooncake":
+        pytest.skip("the answer is made alike, and Mooncake asks both at once")
+
+    def route(p, d, prompt, max_tokens, *, request_id):
+        params = prefill(p, prompt, request_id=request_id)
+        return d.post(
+            "/v1/chat/completions",
+            headers={"X-Request-Id": request_id},
+            model=SERVED_NAME,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=max_tokens,
+            kv_transfer_params=params,
+            stream=stream,
+        )
+
+    for damage, verdict, reason, text in (
+        ("none", "verified", None, None),
+        ("bit_flip", "mismatch", "kv_checksum_mismatch", "KV checksum mismatch: "),
+        ("lost_payload", "unverified", "kv_checksum_unverified", "KV checksums not "),
+    ):
+        request_id = f"{damage}-chat-{stream}"
+        prompt = f"the quick brown fox {request_id} jumps over the lazy dog" * 3
+        asked = pairs.ask(p, consumers["fail"], prompt, 4, request_id, route=route)
+        assert asked.counted == {verdict: 1}
+        if reason is None:
+            assert asked.answer.status_code == 200
+        else:
+            assert_retryable(asked.answer, reason, text)
 
 
 def transfers(server):

@@ -2,7 +2,7 @@
 
 Then one server after the other is replaced under load.
 
-Stock is the same vLLM with the series reverted (`rig.stock`).
+Stock is the same vLLM with the series reverted (`rig.stock`), definition 1 the patched one with two lines as they were.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from rig.model import tiny_qwen3
+from rig.model import CACHE, tiny_qwen3
 from rig.routing import prefill_decode
-from rig.servers import Server, retire, serving, stop_all
-from rig.stock import stock_fork_server
+from rig.servers import Server, fork_server, retire, serving, stop_all
+from rig.stock import link_patched_vllm, stock_fork_server
 
 from e2e import pairs
+from vllm_kv_checksum.series import PATCHES
 
 pytestmark = pytest.mark.e2e
 
@@ -35,15 +36,68 @@ def stock():
         yield {"fork_server": forks, "env": env}
 
 
-def instance(side: str, kind: str, carrier: str, forks, stock, number="") -> Server:
-    """Return P or D of one kind; on: fail-open, so that unverified loads are served."""
-    origin = stock if kind == "stock" else {"fork_server": forks}
+DEFINITION_1 = {
+    "payload.py": ("PAYLOAD_VERSION = 2\n", "PAYLOAD_VERSION = 1\n"),
+    "worker/kernels/numba_kernel.py": (
+        "return y ^ ((folded ^ (folded >> _32)) & _LOW32)",
+        "return y ^ (y >> _32)",
+    ),
+}
+"""What sums and payloads were with definition 1, by module of the feature."""
+
+
+@pytest.fixture(scope="module")
+def definition_1(tmp_path_factory):
+    """Yield how to start a server whose terms end with the first definition's fold."""
+    site = tmp_path_factory.mktemp("definition-1")
+    link_patched_vllm(site, len(PATCHES))
+    for name, (now, then) in DEFINITION_1.items():
+        file = site / "vllm/distributed/kv_transfer/kv_checksum" / name
+        text = file.read_text()
+        assert text.count(now) == 1
+        file.unlink()
+        file.write_text(text.replace(now, then))
+    env = {"PYTHONPATH": str(site)}
+    with fork_server(CACHE / "logs" / "definition-1", env) as forks:
+        yield {"fork_server": forks, "env": env}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", pairs.CONNECTORS)
+def test_another_definition_is_unverified_in_both_directions(
+    carrier, forks, definition_1
+):
+    """Equal definitions verify; of unequal ones no sum is compared, and every load is served."""
+    kinds = ("definition_1", "on")
+    producers, consumers = (
+        {kind: instance(side, kind, carrier, forks, definition_1) for kind in kinds}
+        for side in "pd"
+    )
+    with serving(*producers.values(), *consumers.values()):
+        for seed, (left, right) in enumerate(itertools.product(kinds, kinds)):
+            p, d = producers[left], consumers[right]
+            before = pairs.unverified(d, "payload_version")
+            prompt = pairs.prompt_of(150, 700 + seed)
+            asked, expected = pairs.ask_anew(p, d, [prompt] * 5, MAX_TOKENS)
+            assert pairs.text_of(asked.answer) == expected
+            verdict = "verified" if left == right else "unverified"
+            assert asked.counted == {verdict: 1}, (left, right)
+            differ = pairs.unverified(d, "payload_version") - before
+            assert differ == (left != right)
+
+
+def instance(side: str, kind: str, carrier: str, forks, other, number="") -> Server:
+    """Return P or D of one kind; on: fail-open, so that unverified loads are served.
+
+    What is neither on nor off is started as `other` says.
+    """
+    origin = {"fork_server": forks} if kind in ("on", "off") else other
     return Server(
         f"mixed-{carrier}-{side}-{kind}{number}",
         {"p": "kv_producer", "d": "kv_consumer"}[side],
         model=tiny_qwen3(),
         connector=pairs.CONNECTORS[carrier],
-        transfer={"enable_kv_checksum": True} if kind == "on" else {},
+        transfer={"enable_kv_checksum": True} if kind in ("on", "definition_1") else {},
         **origin,
     )
 
@@ -139,15 +193,23 @@ class Fleet:
         pairs.wait(lambda: self.errors or len(self.texts) >= goal, "answers")
 
 
-def test_a_rollout_under_load(forks, stock):
+@pytest.mark.parametrize(
+    ("old", "reason"),
+    [
+        ("stock", "no_payload"),
+        pytest.param("definition_1", "payload_version", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rollout_under_load(old, reason, forks, request):
     """One server after the other is replaced; no request notices, and in the end all is verified."""
+    origin = request.getfixturevalue(old)
 
     def new(place, kind):
         side, number = place
-        return instance(side, kind, "nixl_pull", forks, stock, f"-{number}")
+        return instance(side, kind, "nixl_pull", forks, origin, f"-{number}")
 
     places = [("d", 0), ("p", 0), ("p", 1), ("d", 1)]
-    before = {place: new(place, "stock") for place in places}
+    before = {place: new(place, old) for place in places}
     after = {place: new(place, "on") for place in places}
     fleet = Fleet({side: [before[side, n] for n in range(2)] for side in "pd"})
     with serving(*before.values()), contextlib.ExitStack() as stack:
@@ -160,7 +222,7 @@ def test_a_rollout_under_load(forks, stock):
         ds = [after["d", 0], after["d", 1]]
         met = [pairs.loads(d) for d in ds]
         assert met[0]["unverified"] > 0, "nothing came from a P of before"
-        assert met[0]["unverified"] == pairs.unverified(ds[0], "no_payload")
+        assert met[0]["unverified"] == pairs.unverified(ds[0], reason)
         assert met[1]["unverified"] == 0, "both Ps were replaced by then"
         last = range(100_000, 100_024)
         for number in last:

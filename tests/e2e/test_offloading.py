@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from rig import tampering, verdicts
+from rig import kv_events, tampering, verdicts
 from rig.families import tiny
 from rig.servers import NIXL, serving
 
@@ -136,10 +136,31 @@ def damaged_at_rest(server, known, position=2):
     return reloads.ask(server, known.prompt)
 
 
+def assert_removal_told(events, prompt, mode, position=2):
+    """Check that routers hear which blocks left the prefix cache, and which came back."""
+    blocks = [prompt[i : i + BLOCK] for i in range(0, LOADED, BLOCK)]
+    gone = ["BlockStored", "BlockRemoved"]
+    anew = ["BlockStored"] if mode == "recompute" else []
+    for block in blocks[position:]:
+        assert events.wait_for(block, gone + anew), events.history(block)
+    for block in blocks[:position]:
+        assert events.wait_for(block, ["BlockStored"]), events.history(block)
+
+
+@pytest.fixture
+def events():
+    with kv_events.subscribed() as subscriber:
+        yield subscriber
+
+
 @pytest.mark.parametrize("mode", pairs.MODES)
-def test_damage_at_rest_is_a_mismatch(mode, common):
+def test_damage_at_rest_is_a_mismatch(mode, common, events):
     server = offloading(
-        f"scrub-{mode}", common, mode, transfer={"kv_checksum_scrub": 1.0}
+        f"scrub-{mode}",
+        common,
+        mode,
+        transfer={"kv_checksum_scrub": 1.0},
+        args=events.args,
     )
     with serving(server):
         known = reloads.computed(server)
@@ -151,6 +172,7 @@ def test_damage_at_rest_is_a_mismatch(mode, common):
         again = answer.judged.pop(("verified", "local"), 0)
         assert again <= (mode == "recompute")
         assert answer.judged == {("mismatch", "local"): 1}
+        assert_removal_told(events, known.prompt, mode)
         if mode == "fail":
             assert "KV checksum mismatch" in pairs.error_of(answer.response)
         elif mode == "recompute":

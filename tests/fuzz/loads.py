@@ -247,6 +247,7 @@ class Load:
                     pipeline_parallel_size=1,
                     decode_context_parallel_size=1,
                 ),
+                observability_config=SimpleNamespace(otlp_traces_endpoint=None),
             ),
             PullConnector() if by_params else PushConnector(),
             self._cache_manager(),
@@ -379,7 +380,7 @@ class Load:
         scheduler = self.scheduler
         scheduler.attach_errors([[SimpleNamespace(request_id=REQUEST, error=None)]])
         assert not (scheduler._recvs or scheduler._sends or scheduler._scheduled)
-        assert not scheduler._consequences._errors
+        assert not scheduler._consequences.client_errors._errors
         stats = scheduler.take_stats() or {}
         loads = {k: v for k, v in stats.items() if k.startswith("loads:")}
         if verdict is None:

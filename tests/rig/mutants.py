@@ -1,4 +1,4 @@
-"""Break the feature one line at a time, and run the tests that ought to see it (``make mutants``).
+"""Break the feature, or its installer, one line at a time, and run the tests that ought to see it (``make mutants``).
 
 The breaks are data (``tests/v1/kv_connector/unit/kv_checksum/data/mutants.toml``), chosen for what they mean in service, and
 located by module, function and text. A break is made in memory, as the module is imported
@@ -42,6 +42,8 @@ SEEN, SURVIVED, BROKEN, LEFT_OUT = "seen", "SURVIVED", "NOT RUN", "left out"
 class Mutant:
     """One break. ``tests`` are names of unit test files without ``test_``, or paths.
 
+    A path may go on with ``::`` and the name of one test.
+
     With ``gpu``, only tests on a GPU can see it; without one it is left out.
     """
 
@@ -61,15 +63,21 @@ class Mutant:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             raise ValueError(f"no package {package}")
-        file = Path(spec.origin).parent.joinpath(*rest).with_suffix(".py")
+        file = Path(spec.origin)
+        if rest:
+            file = file.parent.joinpath(*rest).with_suffix(".py")
         if not file.exists():
             raise ValueError(f"no module {self.module}")
         return changed_source(file.read_text(), self.function, self.before, self.after)
 
     def test_files(self) -> list[Path]:
         """Return the files of the tests that ought to see it."""
+        return [Path(test.partition("::")[0]) for test in self.selected()]
+
+    def selected(self) -> list[str]:
+        """Return what pytest is asked to run: files, or single tests of a file."""
         return [
-            ROOT / name if "/" in name else UNIT / f"test_{name}.py"
+            str(ROOT / name if "/" in name else UNIT / f"test_{name}.py")
             for name in self.tests
         ]
 
@@ -105,7 +113,7 @@ def run(mutant: Mutant, timeout: float) -> tuple[str, str]:
         if mutant.module.endswith(".numba_kernel"):
             # Compiled code is kept by file, and callers have what they call inlined.
             env["NUMBA_CACHE_DIR"] = folder
-        files = [str(file) for file in mutant.test_files()]
+        files = mutant.selected()
         options = ["-q", "-x", "-p", "no:cacheprovider", "--basetemp", f"{folder}/tmp"]
         options += ["-m", "not e2e and not slow and not campaign and not upstream"]
         log = f"{folder}/log"

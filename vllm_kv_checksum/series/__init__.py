@@ -80,7 +80,7 @@ PATCHES = (
     ),
     Patch(
         "scheduler",
-        ("scheduler", "errors", "support"),
+        ("scheduler", "errors", "traces", "support"),
         feature=("metrics.py", "naming.py", "scheduler/", "verdict.py"),
     ),
     Patch("metrics", ("metrics",)),

@@ -110,7 +110,7 @@ def test_the_reason_of_a_failed_request_is_not_the_next_one_s(model, transport):
     params = rig.prefill(p, "p-again", tokens(100))
     out = d.run(d.add("r", tokens(100), params, max_tokens=2), p)
     assert out.finish_reason == FinishReason.LENGTH and out.error is None
-    assert not d.scheduler.kv_checksum._consequences._errors
+    assert not d.scheduler.kv_checksum._consequences.client_errors._errors
 
 
 def test_recompute_leaves_right_kv(model, transport):

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_checksum import metrics
@@ -23,13 +22,15 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     holds_states,
     units_of_group,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.client_errors import (
+    ClientErrors,
+)
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import LedgerLoads
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.local_hits import LocalHits
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import PendingLoad
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.prefix_cache import disown
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
     Reporter,
-    client_error,
     remote_engine,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
@@ -45,7 +46,6 @@ from vllm.v1.request import RequestStatus
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -89,8 +89,7 @@ class Consequences:
         )
         self._pool = self.kv_cache_manager.block_pool
         self._hash_block_size: int = self._pool.hash_block_size
-        # Texts for clients, by request.
-        self._errors: dict[str, str] = {}
+        self.client_errors = ClientErrors()
         # Running requests that must not go on with the KV that they have, and those
         # of them that end with an error.
         self._stopped: set[str] = set()
@@ -126,7 +125,7 @@ class Consequences:
         if self.fail_closed and not load.is_sync:
             bad[req_id] = kept
             if self.fails(load):
-                self._errors[req_id] = client_error(verdict)
+                self.client_errors.add(req_id, verdict)
             elif self.ledger is not None:
                 self.ledger.set_loaded(req_id, kept)
 
@@ -179,7 +178,7 @@ class Consequences:
                 continue
             self.ledger.forget(req_id)
             if self.fails(load):
-                self._errors[req_id] = client_error(verdict)
+                self.client_errors.add(req_id, verdict)
             if request.status == RequestStatus.RUNNING:
                 self._stopped.add(req_id)
             else:
@@ -267,24 +266,6 @@ class Consequences:
         return (
             "request failed" if self.fails(load) else f"recomputing from token {kept}"
         )
-
-    def attach_errors(self, outputs: Iterable[Iterable[EngineCoreOutput]]) -> None:
-        """Attach the reason to the outputs of requests that fail in this step.
-
-        Args:
-            outputs: the step's outputs, by client. Before vLLM 0.33.0 they have no
-                field for a reason; clients get a general error there.
-
-        """
-        errors, self._errors = self._errors, {}
-        try:
-            from vllm.outputs import RequestError
-        except ImportError:  # vLLM 0.30.0 and 0.31.0
-            return
-        for output in chain.from_iterable(outputs) if errors else ():
-            text = errors.get(output.request_id)
-            if text is not None and hasattr(output, "error"):
-                output.error = RequestError(code="kv_checksum", message=text)
 
     def _block_size(self, group_id: int) -> int:
         return units_of_group(self.kv_cache_config, group_id).block_size

@@ -3,7 +3,7 @@
 """Log lines for loads that were not verified: rate-limited, with enough detail to act.
 
 They tell the host that sent the KV and the blocks that differ, and go to the log of the
-consumer's scheduler. The text for the client of a request that fails is made here too.
+consumer's scheduler.
 """
 
 import time
@@ -118,20 +118,6 @@ class Reporter:
         if self._hidden:
             logger.error("KV checksum mismatches: %d more were not shown", self._hidden)
             self._hidden = 0
-
-
-def client_error(verdict: LoadVerdict) -> str:
-    """Return the error text for the client of a request whose load failed its check."""
-    if verdict.mismatched:
-        return (
-            "KV checksum mismatch: the KV cache loaded for this request is not the one "
-            "that was computed for it"
-        )
-    assert verdict.reason is not None
-    return (
-        "KV checksums not verified: the KV cache loaded for this request could not be "
-        f"checked ({verdict.reason.value})"
-    )
 
 
 def remote_engine(params: dict[str, Any]) -> str:

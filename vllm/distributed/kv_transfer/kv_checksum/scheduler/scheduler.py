@@ -60,6 +60,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
     Reporter,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.traces import LoadTraces
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import HOLD_BLOCKS
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     declares,
@@ -144,6 +145,8 @@ class KVChecksumScheduler:
         self._rewrites: dict[str, int] = {}
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
+        tracing = vllm_config.observability_config.otlp_traces_endpoint is not None
+        self._traces = LoadTraces() if tracing else None
         self._skipped_groups: dict[int, str] = {}
         if kv_cache_config.kv_checksum_skipped:
             self._note_skipped(kv_cache_config.kv_checksum_skipped)
@@ -638,7 +641,17 @@ class KVChecksumScheduler:
             outputs: the step's outputs, by client.
 
         """
-        self._consequences.attach_errors(outputs)
+        self._consequences.client_errors.attach(outputs)
+
+    def attach_traces(self, outputs: Iterable[Iterable[EngineCoreOutput]]) -> None:
+        """Attach what came of their loads to the outputs of requests that end.
+
+        Args:
+            outputs: the step's outputs, by client.
+
+        """
+        if self._traces is not None:
+            self._traces.attach(outputs)
 
     def request_finished(
         self, request: Request, params: dict[str, Any] | None
@@ -661,6 +674,8 @@ class KVChecksumScheduler:
         self._declined.discard(req_id)
         self._consequences.computes.discard(req_id)
         self._rewrites.pop(req_id, None)
+        if self._traces is not None:
+            self._traces.end(req_id)
         if self.ledger is not None:
             self.ledger.forget(req_id)
         self._unsummed.discard(req_id)
@@ -740,5 +755,8 @@ class KVChecksumScheduler:
         self._stats[metrics.BLOCKS_COMPARED] += verdict.num_compared
         self._stats[metrics.BLOCKS_MISMATCHED] += verdict.num_mismatched
         ended = load.request is not None and load.request.is_finished()
+        if self._traces is not None and not ended:
+            label = metrics.carrier_label(load.carrier)
+            self._traces.note(LocalHits.request_of(load), verdict, label)
         if outcome != "verified" and self.fail_closed and not ended:
             self._consequences.count_failure(load)

@@ -102,6 +102,7 @@ def vllm_config(
     dcp=1,
     policy="fail",
     async_scheduling=False,
+    tracing=False,
     **transfer,
 ) -> VllmConfig:
     model_config = ModelConfig(
@@ -135,6 +136,8 @@ def vllm_config(
     )
     # vLLM switches it off on CPU.
     config.scheduler_config.async_scheduling = async_scheduling
+    if tracing:
+        config.observability_config.otlp_traces_endpoint = "http://localhost:4317"
     # Set behind the checks that count this machine's accelerators.
     config.parallel_config = ParallelConfig()
     config.parallel_config.tensor_parallel_size = tp
@@ -480,6 +483,7 @@ class Instance:
             return {}
         sizes = {"sends": len(kv_checksum._sends), "recvs": len(kv_checksum._recvs)}
         sizes["scheduled"] = bool(kv_checksum._scheduled)
+        sizes["traces"] = len(kv_checksum._traces or ())
         for i, worker in enumerate(self.workers):
             sizes[f"worker{i}"] = len(worker._recvs) + len(worker._sends)
         sizes |= transports.scheduler_tables(self.scheduler.connector)
