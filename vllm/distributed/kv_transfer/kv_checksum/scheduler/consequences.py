@@ -35,11 +35,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import users_of
 from vllm.distributed.kv_transfer.kv_checksum.support import why_whole_blocks_differ
-from vllm.distributed.kv_transfer.kv_checksum.verdict import (
-    LeftOut,
-    LoadVerdict,
-    Unverified,
-)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, LoadVerdict
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -248,12 +244,7 @@ class Consequences:
         """Describe the store, connector or engine that a load came from."""
         if load.blocks.stored:
             return f"store of {load.connector}"
-        if load.carrier is KVChecksumCarrier.LEDGER or load.unverified in (
-            Unverified.NO_CARRIER,
-            Unverified.SYNC_LOAD,
-        ):
-            return load.connector
-        return remote_engine(load.params)
+        return remote_engine(load.params) if load.is_from_peer else load.connector
 
     def _kept_tokens(self, load: PendingLoad, verdict: LoadVerdict) -> int:
         """Return the number of tokens before the first bad block that may be kept."""

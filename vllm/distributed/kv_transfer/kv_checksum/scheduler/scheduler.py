@@ -51,6 +51,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import (
     LedgerLoads,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.local_hits import LocalHits
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.peers import Peers
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
     PendingLoad,
@@ -144,6 +145,7 @@ class KVChecksumScheduler:
         self._rewrites: dict[str, int] = {}
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
+        self._peers = Peers(self._stats)
         self._skipped_groups: dict[int, str] = {}
         if kv_cache_config.kv_checksum_skipped:
             self._note_skipped(kv_cache_config.kv_checksum_skipped)
@@ -597,6 +599,7 @@ class KVChecksumScheduler:
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load)
         if verdict.outcome != "verified":
+            self._peers.count(load, verdict)
             self._consequences.see_to(request, load, verdict, bad)
         elif self.ledger is not None:
             self.ledger.enter_load(load)
