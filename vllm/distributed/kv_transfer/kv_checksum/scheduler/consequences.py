@@ -98,10 +98,11 @@ class Consequences:
         load: PendingLoad,
         verdict: LoadVerdict,
         bad: dict[str, int],
-    ) -> None:
+    ) -> str:
         """Log a load that is not verified, drop its stored blocks, and let it fail.
 
-        It fails only with fail-closed: then it is added to `bad`.
+        It fails only with fail-closed: then it is added to `bad`. Return what happens
+        to it, in words.
         """
         req_id = load.req_id
         kept = self._kept_tokens(load, verdict)
@@ -125,6 +126,7 @@ class Consequences:
                 self._errors[req_id] = client_error(verdict)
             elif self.ledger is not None:
                 self.ledger.set_loaded(req_id, kept)
+        return action
 
     def fails(self, load: PendingLoad) -> bool:
         """Tell whether a request whose load fails ends with an error.
