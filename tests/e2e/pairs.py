@@ -66,15 +66,17 @@ def consumer(
     drill: bool = True,
     faults: Mapping[str, Any] = FAULTS,
     role: str = "kv_consumer",
+    settings: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Server:
     """Return a decode instance with checksums on, in one of `MODES`.
 
     With `drill`, its connector damages the loads that `faults` names. With the role
-    "kv_both" it prefills for others, too.
+    "kv_both" it prefills for others, too. `settings` come on top of the mode's.
     """
     connector = kwargs.setdefault("connector", CONNECTORS["nixl_pull"])
     transfer: dict[str, Any] = {"enable_kv_checksum": True, **MODES[mode]}
+    transfer |= settings or {}
     if drill:
         options = {
             "damage_kv_on_purpose": True,

@@ -5,6 +5,7 @@ The servers are forked from one process that imported vLLM (rig only).
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +57,13 @@ def p(carrier, common):
 
 
 @pytest.fixture(scope="module")
-def consumers(carrier, common, p):
+def evidence(tmp_path_factory):
+    """Return the folder for the evidence of each mode's consumer."""
+    return {mode: tmp_path_factory.mktemp(f"evidence-{mode}") for mode in pairs.MODES}
+
+
+@pytest.fixture(scope="module")
+def consumers(carrier, common, p, evidence):
     """Yield a consumer that damages chosen loads, by mode."""
     servers = {
         mode: pairs.consumer(
@@ -65,6 +72,7 @@ def consumers(carrier, common, p):
             mode,
             faults=FAULTS,
             args=("--chat-template", CHAT_TEMPLATE),
+            settings={"kv_checksum_evidence_dir": str(evidence[mode])},
             **common,
         )
         for mode in pairs.MODES
@@ -82,7 +90,7 @@ def ask(p, d, length, seed, request_id):
 
 @pytest.mark.parametrize("mode", pairs.MODES)
 def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
-    mode, carrier, consumers, p
+    mode, carrier, consumers, p, evidence
 ):
     d = consumers[mode]
     answer, expected, counted = ask(p, d, 450, 31, f"clean-{mode}")
@@ -100,6 +108,18 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
     (line,) = [x for x in d.log_text().splitlines() if "KV checksum mismatch" in x]
     assert request_id in line and "1 of 15 blocks differ, position 0" in line
     assert "remote engine " in line and " at " in line and "None" not in line
+
+    (file,) = evidence[mode].iterdir()
+    (entry,) = [json.loads(x) for x in file.read_text().splitlines()]
+    peer = entry["peer_engine"], entry["peer_host"]
+    assert request_id in entry["request_id"] and entry["groups"]["0"]["positions"] == [
+        0
+    ]
+    assert f"remote engine {peer[0]} at " in line and peer[1] in line
+    assert line.endswith(f"; {entry['action']}")
+    by_peer = dict(zip(("peer_engine", "peer_host"), peer, strict=True))
+    name = "vllm:kv_checksum_peer_loads_total"
+    assert d.metric(name, verdict="mismatch", **by_peer) == d.metric(name) == 1
 
     answer, expected, counted = ask(p, d, 120, 33, f"lost_payload-{mode}")
     assert counted == {"unverified": 1}

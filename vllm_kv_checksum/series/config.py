@@ -8,7 +8,13 @@ of what it does not support: checksums join it.
 from ..edits import Module, assign
 
 kv_transfer = Module("config/kv_transfer.py")
-kv_transfer.imports("from pydantic import Field")
+kv_transfer.imports(
+    """
+    import os
+
+    from pydantic import Field
+    """
+)
 with kv_transfer.cls("KVTransferConfig") as c:
     c.after(
         assign("kv_load_failure_policy"),
@@ -28,6 +34,10 @@ with kv_transfer.cls("KVTransferConfig") as c:
         kv_checksum_scrub: float = Field(default=0.0, ge=0.0, le=1.0)
         """Share of the blocks found in the local prefix cache that is summed again and
         compared with the remembered checksums."""
+
+        kv_checksum_evidence_dir: str | None = None
+        """Directory to which mismatches of KV checksums are written, as JSON lines; it
+        holds at most 64 files of 4 MiB. None: they are only logged and counted."""
         ''',
         past_docstring=True,
     )
@@ -39,6 +49,17 @@ with kv_transfer.function("KVTransferConfig.__post_init__") as f:
                 "kv_checksum_fail_closed needs enable_kv_checksum: set "
                 "enable_kv_checksum to true in --kv-transfer-config as well"
             )
+        if (evidence := self.kv_checksum_evidence_dir) is not None:
+            if not self.enable_kv_checksum:
+                raise ValueError(
+                    "kv_checksum_evidence_dir needs enable_kv_checksum: set "
+                    "enable_kv_checksum to true in --kv-transfer-config as well"
+                )
+            if not (os.path.isdir(evidence) and os.access(evidence, os.W_OK | os.X_OK)):
+                raise ValueError(
+                    f"kv_checksum_evidence_dir: {evidence!r} is no directory that this "
+                    "process can write to; create it, or give it to vLLM's user"
+                )
         """
     )
 

@@ -5,7 +5,8 @@
 The scheduler counts into a flat ``dict[str, int]`` (keys such as
 ``loads:verified:kv_transfer_params``), which travels with vLLM's scheduler
 statistics; `KVChecksumProm` turns it into metrics in the API server. Label values come
-from fixed sets. The keys are made here alone, and need no Prometheus.
+from fixed sets, but for the names of peers, of which the scheduler tells only a fixed
+number (`Peers`). The keys are made here alone, and need no Prometheus.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
 
 VERDICTS = ("verified", "mismatch", "unverified")
+
+OTHER_PROMPT = "other_prompt"
+"""The verdict of a peer's load that held the KV of another prompt: a mismatch, of which
+the host that sent it is not the cause."""
+
+_PEER_LOADS = "peer_loads"
+_SEPARATOR = "\t"
+"""Stands in keys between label values that are not from a fixed set; none holds it."""
 
 _NO_CARRIER = "none"
 """The carrier's label value for loads that bring no checksums."""
@@ -97,6 +106,18 @@ def skipped_groups_key(category: Skipped) -> str:
     return f"skipped_groups:{category.value}"
 
 
+def peer_loads_key(verdict: str, engine: str, host: str) -> str:
+    """Return the key that counts loads of a verdict that came from a peer.
+
+    Args:
+        verdict: "mismatch", "unverified" or `OTHER_PROMPT`.
+        engine: the peer's engine id, printable.
+        host: its host, printable.
+
+    """
+    return _SEPARATOR.join((_PEER_LOADS, verdict, engine, host))
+
+
 def carrier_label(carrier: KVChecksumCarrier | None) -> str:
     """Return the label of a carrier; None stands for loads that bring no checksums."""
     return _NO_CARRIER if carrier is None else carrier.value
@@ -165,6 +186,13 @@ class KVChecksumProm:
             )
             for key, text in _LEDGER_GAUGES.items()
         }
+        self._peer_loads = counter_cls(
+            name="vllm:kv_checksum_peer_loads",
+            documentation="KV loads that were not verified, by the engine that sent "
+            "them.",
+            labelnames=[*labelnames, "verdict", "peer_engine", "peer_host"],
+        )
+        self._labelvalues = per_engine_labelvalues
         self._counters: dict[tuple[int, str], Counter] = {}
         self._gauges: dict[tuple[int, str], Gauge] = {}
         for index, values in per_engine_labelvalues.items():
@@ -208,4 +236,13 @@ class KVChecksumProm:
             if gauge is not None:
                 gauge.set(number)
             else:
-                self._counters[engine_index, key].inc(number)
+                self._counter(engine_index, key).inc(number)
+
+    def _counter(self, engine_index: int, key: str) -> Counter:
+        """Return the counter of a key; that of a new peer is made now."""
+        counter = self._counters.get((engine_index, key))
+        if counter is None:
+            _, *labels = key.split(_SEPARATOR)
+            counter = self._peer_loads.labels(*self._labelvalues[engine_index], *labels)
+            self._counters[engine_index, key] = counter
+        return counter

@@ -82,6 +82,9 @@ class GroupVerdict:
             and not compared.
         detail: the numbers that do not fit, if the group is unverified.
         unknown: positions of blocks whose sums this instance does not know.
+        bad_checks: the checks in which some block differs, where there are several.
+        ranks: PP and TP ranks of the workers that alone hold what differs; none if that
+            cannot be told.
         completed: positions of blocks that were loaded in part and completed here,
             with other bits than are known.
 
@@ -96,6 +99,8 @@ class GroupVerdict:
     detail: str = ""
     unknown: list[int] = field(default_factory=list)
     completed: list[int] = field(default_factory=list)
+    bad_checks: set[int] = field(default_factory=set)
+    ranks: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass

@@ -41,6 +41,19 @@ def test_fail_closed_needs_checksums():
         )
 
 
+@pytest.mark.parametrize("directory", ["missing", "file"])
+def test_evidence_needs_checksums_and_a_directory(directory, tmp_path):
+    settings = dict(kv_connector="NixlConnector", kv_role="kv_both")
+    on = dict(settings, enable_kv_checksum=True)
+    (tmp_path / "file").touch()
+    bad = str(tmp_path / directory)
+    with pytest.raises(ValueError, match="(?s)kv_checksum_evidence_dir.*create it"):
+        KVTransferConfig(kv_checksum_evidence_dir=bad, **on)
+    with pytest.raises(ValueError, match="kv_checksum_evidence_dir needs enable"):
+        KVTransferConfig(kv_checksum_evidence_dir=str(tmp_path), **settings)
+    assert KVTransferConfig(kv_checksum_evidence_dir=str(tmp_path), **on)
+
+
 def test_the_settings_are_documented_where_vllm_reads_it():
     documented = get_attr_docs(KVTransferConfig)
     assert "producer's checksum" in documented["enable_kv_checksum"]

@@ -71,6 +71,27 @@ def test_a_copy_that_is_none_of_the_producer_s_is_a_mismatch(model, transport, l
     assert d.loads("mismatch") == 1
     (line,) = [x for x in log if "KV checksum mismatch" in x]
     assert "1 of 7 blocks differ, position 3" in line
+    assert ", on ranks PP 0 TP 1 here; served as loaded" in line
+
+
+@pytest.mark.parametrize(("d_tp", "bad"), [(1, 0), (4, 0), (4, 2)])
+def test_the_rank_that_holds_a_bad_copy_is_named_where_others_hold_good_ones(
+    model, d_tp, bad, log
+):
+    p, d = copies_pair(model, 1, d_tp, "pull")
+    d.source = 0
+
+    def copy_states(producer, ours, theirs):
+        for (n, rank), copy in d.copies.items():
+            copy[ours[0]] = d.kv[n][ours[0]]
+        d.copies[1, bad].view(torch.int16)[ours[0][3], 0, 5, 7] ^= 2
+
+    d.copy_states = copy_states
+    load(p, d, 100)
+    assert d.loads("mismatch") == 1
+    (line,) = [x for x in log if "KV checksum mismatch" in x]
+    named = f", on ranks PP 0 TP {bad} here" if d_tp > 1 else ""
+    assert line.split("loaded ")[1][16:] == f"{named}; served as loaded"
 
 
 def test_equal_copies_take_no_room(model, transport, log):

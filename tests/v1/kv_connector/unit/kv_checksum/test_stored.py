@@ -367,12 +367,14 @@ def test_a_damaged_block(model, mode, log):
 
 
 @pytest.mark.parametrize("head", [0, 3])
-def test_damage_in_one_rank_s_part_is_enough(model, head):
+def test_damage_in_one_rank_s_part_is_enough(model, head, log):
     ask(store.StoringInstance(model, tp=2))
     stored(3).kv[2].view(torch.uint8)[head, 2, 3] ^= 1
     b = store.StoringInstance(model, tp=2, **MODES["recompute"])
     ask(b)
     assert b.store.dropped == [("r", {0: [3]})]
+    (line,) = [x for x in log if "KV checksum mismatch" in x]
+    assert f", on ranks PP 0 TP {head // 2} here; recomputing" in line
 
 
 def test_a_load_that_one_rank_does_not_report_is_unverified(model):

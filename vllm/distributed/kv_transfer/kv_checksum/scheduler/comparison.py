@@ -167,6 +167,11 @@ class Comparison:
         verdict = judge(payload, local, load.blocks.num_tokens)
         verdict.left_out = left_out
         for group_id, group in verdict.groups.items():
+            ours = local.get(group_id)
+            if group.positions and isinstance(ours, LocalGroup):
+                group.ranks = load.ranks_of_checks(
+                    group_id, group.bad_checks, len(ours.checks)
+                )
             if group.partial and gives_up_blocks(self.kv_cache_config, group_id):
                 verdict.left_out[group_id] = LeftOut.PARTIAL_BLOCKS
         return verdict

@@ -36,11 +36,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import users_of
 from vllm.distributed.kv_transfer.kv_checksum.support import why_whole_blocks_differ
-from vllm.distributed.kv_transfer.kv_checksum.verdict import (
-    LeftOut,
-    LoadVerdict,
-    Unverified,
-)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, LoadVerdict
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -101,10 +97,11 @@ class Consequences:
         load: PendingLoad,
         verdict: LoadVerdict,
         bad: dict[str, int],
-    ) -> None:
+    ) -> str:
         """Log a load that is not verified, drop its stored blocks, and let it fail.
 
-        It fails only with fail-closed: then it is added to `bad`.
+        It fails only with fail-closed: then it is added to `bad`. Return what happens
+        to it, in words.
         """
         req_id = load.req_id
         kept = self._kept_tokens(load, verdict)
@@ -128,6 +125,7 @@ class Consequences:
                 self.client_errors.add(req_id, verdict)
             elif self.ledger is not None:
                 self.ledger.set_loaded(req_id, kept)
+        return action
 
     def fails(self, load: PendingLoad) -> bool:
         """Tell whether a request whose load fails ends with an error.
@@ -247,12 +245,7 @@ class Consequences:
         """Describe the store, connector or engine that a load came from."""
         if load.blocks.stored:
             return f"store of {load.connector}"
-        if load.carrier is KVChecksumCarrier.LEDGER or load.unverified in (
-            Unverified.NO_CARRIER,
-            Unverified.SYNC_LOAD,
-        ):
-            return load.connector
-        return remote_engine(load.params)
+        return remote_engine(load.params) if load.is_from_peer else load.connector
 
     def _kept_tokens(self, load: PendingLoad, verdict: LoadVerdict) -> int:
         """Return the number of tokens before the first bad block that may be kept."""

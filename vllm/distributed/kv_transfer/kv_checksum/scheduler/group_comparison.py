@@ -312,4 +312,5 @@ def _in_blocks(
         unverified,
         partial=low > start,
         detail=detail,
+        bad_checks=set(np.flatnonzero(differs.any(axis=1)).tolist()),
     )

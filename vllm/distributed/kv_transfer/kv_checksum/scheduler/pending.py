@@ -35,6 +35,10 @@ _FROM_TIERS = (None, KVChecksumCarrier.STORED, KVChecksumCarrier.LEDGER)
 """Carriers of loads whose connector offers them to every request of the prefix."""
 
 
+_FROM_PEERS = (KVChecksumCarrier.KV_TRANSFER_PARAMS, KVChecksumCarrier.CONNECTOR)
+"""Carriers of loads that another engine sends."""
+
+
 class NotComparable(Exception):
     """Raised if the workers' records do not add up to what was asked for.
 
@@ -108,6 +112,32 @@ class PendingSend:
         }
         return sum(by_stage.values()) & MASK64
 
+    def ranks_of_checks(
+        self, group_id: int, checks: set[int], number: int
+    ) -> list[tuple[int, int]]:
+        """Return the PP and TP ranks whose copies alone are in some checks.
+
+        Return none if that excludes no worker. Where ranks hold the same KV, each check
+        adds another of its copies, so what differs in some checks alone is theirs.
+
+        Args:
+            group_id: the KV cache group.
+            checks: the checks, as `replica_checks` numbers them.
+            number: how many checks there are.
+
+        """
+        held = {
+            rank: record.checksums[self.req_id][group_id].replica_keys
+            for rank, record in sorted(self.records.items())
+            if group_id in record.checksums[self.req_id]
+        }
+        ranks = [
+            rank
+            for rank, keys in held.items()
+            if any(checks.issuperset(range(i, number, n)) for n, i in keys)
+        ]
+        return ranks if len(ranks) < len(held) else []
+
     def parts(
         self, group_id: int, units_per_block: int
     ) -> dict[ReplicaKey, KVChecksumGroup]:
@@ -172,6 +202,11 @@ class PendingLoad(PendingSend):
     computes_last: bool = False
     sent: KVChecksumPayload | ValueError | None = None
     received: bytes | None = None
+
+    @property
+    def is_from_peer(self) -> bool:
+        """Tell whether another engine sent it, which its parameters name."""
+        return self.carrier in _FROM_PEERS or self.unverified is Unverified.FROM_DECODE
 
     @property
     def may_be_offered_again(self) -> bool:

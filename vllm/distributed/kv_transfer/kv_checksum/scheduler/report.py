@@ -26,6 +26,9 @@ MAX_LINES = 10
 
 WINDOW_S = 60.0
 
+MAX_RANKS = 8
+"""Ranks that one line names, per group."""
+
 MAX_DETAIL_CHARS = 300
 """Length of the details in the debug line of a load that is not verified."""
 
@@ -146,11 +149,22 @@ def _differences(verdict: LoadVerdict) -> str:
             f"position {d.position} sent {d.expected:016x} loaded {d.found:016x}"
             for d in group.samples
         )
+        + _ranks_named(group.ranks)
         for group_id, group in list(bad.items())[:MAX_GROUPS]
     ]
     if len(bad) > MAX_GROUPS:
         said.append(f"{len(bad) - MAX_GROUPS} more groups")
     return "; ".join(said)
+
+
+def _ranks_named(ranks: list[tuple[int, int]]) -> str:
+    """Name the workers here that hold what differs, or none."""
+    if not ranks:
+        return ""
+    said = [f"PP {pp} TP {tp}" for pp, tp in ranks[:MAX_RANKS]]
+    if len(ranks) > MAX_RANKS:
+        said.append(f"{len(ranks) - MAX_RANKS} more")
+    return f", on ranks {', '.join(said)} here"
 
 
 def _several(positions: list[int]) -> str:

@@ -46,11 +46,13 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.comparison import Compar
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.consequences import (
     Consequences,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.evidence import Evidence
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import (
     FULL_BLOCKS,
     LedgerLoads,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.local_hits import LocalHits
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.peers import Peers
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
     PendingLoad,
@@ -147,6 +149,8 @@ class KVChecksumScheduler:
         self._reporter = Reporter()
         tracing = vllm_config.observability_config.otlp_traces_endpoint is not None
         self._traces = LoadTraces() if tracing else None
+        self._peers = Peers(self._stats)
+        self._evidence = Evidence(transfer.kv_checksum_evidence_dir)
         self._skipped_groups: dict[int, str] = {}
         if kv_cache_config.kv_checksum_skipped:
             self._note_skipped(kv_cache_config.kv_checksum_skipped)
@@ -553,6 +557,7 @@ class KVChecksumScheduler:
             if verdict.mismatched:
                 action = self._consequences.action(hit, 0)
                 self._reporter.load(request.request_id, verdict, hit.connector, action)
+                self._evidence.add(hit, verdict, action)
                 self._consequences.note_users(hit, verdict, requests, bad)
 
     def _give_up(
@@ -600,7 +605,9 @@ class KVChecksumScheduler:
             self._leave_out(req_id, group_id, reason)
         self._count(verdict, load)
         if verdict.outcome != "verified":
-            self._consequences.see_to(request, load, verdict, bad)
+            self._peers.count(load, verdict)
+            action = self._consequences.see_to(request, load, verdict, bad)
+            self._evidence.add(load, verdict, action)
         elif self.ledger is not None:
             self.ledger.enter_load(load)
             if not load.is_sync and load.num_tokens == request.num_tokens:
