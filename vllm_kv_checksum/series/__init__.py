@@ -83,7 +83,7 @@ PATCHES = (
         ("scheduler", "errors", "support"),
         feature=("metrics.py", "naming.py", "scheduler/", "verdict.py"),
     ),
-    Patch("metrics", ("metrics",)),
+    Patch("metrics", ("metrics",), feature=("info.py",)),
     Patch(
         "nixl-pull",
         ("nixl_pull",),

@@ -74,7 +74,7 @@ def loads_key(verdict: str, carrier: KVChecksumCarrier | None) -> str:
         carrier: the carrier of their checksums; None if they bring none.
 
     """
-    return f"loads:{verdict}:{_carrier_label(carrier)}"
+    return f"loads:{verdict}:{carrier_label(carrier)}"
 
 
 def unverified_key(reason: Unverified) -> str:
@@ -97,7 +97,8 @@ def skipped_groups_key(category: Skipped) -> str:
     return f"skipped_groups:{category.value}"
 
 
-def _carrier_label(carrier: KVChecksumCarrier | None) -> str:
+def carrier_label(carrier: KVChecksumCarrier | None) -> str:
+    """Return the label value of a carrier; None stands for no carrier."""
     return _NO_CARRIER if carrier is None else carrier.value
 
 
@@ -170,7 +171,7 @@ class KVChecksumProm:
             for verdict in VERDICTS:
                 for carrier in (*KVChecksumCarrier, None):
                     self._counters[index, loads_key(verdict, carrier)] = loads.labels(
-                        *values, verdict, _carrier_label(carrier)
+                        *values, verdict, carrier_label(carrier)
                     )
             for reason in Unverified:
                 self._counters[index, unverified_key(reason)] = unverified.labels(
