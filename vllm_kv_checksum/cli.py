@@ -7,6 +7,7 @@ from pathlib import Path
 from . import apply as installer
 from .check import check
 from .diff import diff
+from .doctor import diagnose
 from .patches import write_patches
 from .series import load_series
 from .stock import open_stock
@@ -107,7 +108,40 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--force", action="store_true", help="also for an unknown vLLM version"
     )
+    command = commands.add_parser(
+        "doctor",
+        help="ask running servers whether they will verify each other's KV",
+        description="Ask each server's /metrics, and tell in plain words whether P and D "
+        "will verify each other, what is not covered, and what to change. Exit status 0: "
+        "all that was asked will verify, 1: something is not verified, or did not match, "
+        "2: it could not be found out, because a server could not be asked or one side "
+        "is missing. Needs prometheus_client, which vLLM brings.",
+    )
+    command.add_argument(
+        "urls",
+        nargs="+",
+        metavar="URL",
+        help="every P and D: http://host:port or host:port, not a router",
+    )
+    command.add_argument(
+        "--timeout",
+        type=positive,
+        default=10.0,
+        metavar="SECONDS",
+        help="until all must have answered (default: 10)",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print everything as one JSON object"
+    )
     return parser
+
+
+def positive(text: str) -> float:
+    """Return a number of seconds, more than 0 and at most an hour."""
+    seconds = float(text)
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600")
+    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,6 +157,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "check":
         return run_check(arguments)
+    if arguments.command == "doctor":
+        found = diagnose(arguments.urls, arguments.timeout)
+        sys.stdout.write(found.to_json() + "\n" if arguments.json else found.to_text())
+        return found.status
     package = installer.find_package(arguments.tree)
     if arguments.command == "apply":
         print(

@@ -10,18 +10,16 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from rig import documents, exchanges, servers, stock
+from rig import documents, exchanges, scratch, servers, stock
 from rig.prometheus import HOW, program
 
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier, metrics
+from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier, info, metrics
 from vllm.distributed.kv_transfer.kv_checksum.checksum import Skipped
 from vllm.distributed.kv_transfer.kv_checksum.connectors import (
     mooncake_store,
@@ -48,52 +46,18 @@ def test_every_block_says_how_it_is_tested():
 
 @pytest.fixture
 def scratch_venv(tmp_path):
-    """Return an environment with an unpatched vLLM: links to this one's files."""
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "venv",
-            "--symlinks",
-            "--without-pip",
-            tmp_path / "venv",
-        ],
-        check=True,
-    )
-    site = next((tmp_path / "venv/lib").iterdir()) / "site-packages"
+    """Return an environment with an unpatched vLLM."""
+    site = scratch.make_venv(tmp_path / "venv")
     stock.link_stock_vllm(site)
-    installed = stock.installed_vllm().parent
-    for path in installed.iterdir():
-        name = path.name.lower()
-        if "vllm" not in name and not (site / path.name).exists():
-            (site / path.name).symlink_to(path)
-    (tmp_path / "venv/bin/pip").write_text(
-        f'#!/bin/sh\nexec {tmp_path}/venv/bin/python -m pip "$@"\n'
-    )
-    (tmp_path / "venv/bin/pip").chmod(0o755)
     return tmp_path / "venv"
-
-
-def checkout(target: Path) -> Path:
-    """Return what ``pip install .`` reads of this repository."""
-    root = FEATURES.parent.parent
-    for name in ("vllm", "vllm_kv_checksum"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(root / name, target / name, ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy2(root / name, target / name)
-    return target
 
 
 def test_installing_as_the_document_says(scratch_venv, tmp_path):
     """Install without an index: pip builds with the test environment's own setuptools."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    path = f"{scratch_venv}/bin:{environment['PATH']}"
-    environment |= {"PATH": path, "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", documents.script("run")],
-        cwd=checkout(tmp_path / "checkout"),
-        env=environment,
+        cwd=scratch.checkout(tmp_path / "checkout"),
+        env=scratch.environment(scratch_venv),
         capture_output=True,
         text=True,
     )
@@ -137,7 +101,7 @@ NOT_ON_THE_BOARD = {"vllm:kv_checksum_peer_loads_total"}
 
 
 def names_in_code() -> set[str]:
-    """Return the samples on ``/metrics`` that `KVChecksumProm` makes."""
+    """Return the samples on ``/metrics`` that the feature makes."""
     names = set()
 
     class Metric:
@@ -153,7 +117,7 @@ def names_in_code() -> set[str]:
     counter = type("Counter", (Metric,), {"suffix": "_total"})
     gauge = type("Gauge", (Metric,), {"suffix": ""})
     metrics.KVChecksumProm(counter, gauge, [], {0: []})
-    return names
+    return names | {info.NAME}
 
 
 def test_documents_rules_and_dashboard_name_the_metrics_of_the_code():

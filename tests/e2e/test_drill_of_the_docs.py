@@ -10,6 +10,8 @@ import json
 import os
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rig import documents
@@ -20,6 +22,8 @@ from rig.servers import HOST, NIXL, SERVED_NAME, Server, serving
 from e2e import pairs
 
 pytestmark = pytest.mark.e2e
+
+PROGRAMS = Path(sys.executable).parent
 
 RULES = documents.FEATURES / "kv_checksum_alerts.yaml"
 
@@ -68,7 +72,13 @@ def test_the_drill_of_the_document(drill, alerts):
         assert alerts.firing() == set()
     done = subprocess.run(
         ["bash", "-u", "-c", documents.script("drill")],
-        env={**os.environ, **where, "MODEL": SERVED_NAME, "no_proxy": HOST},
+        env={
+            **os.environ,
+            **where,
+            "MODEL": SERVED_NAME,
+            "no_proxy": HOST,
+            "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+        },
         capture_output=True,
         text=True,
         timeout=120,
@@ -78,6 +88,8 @@ def test_the_drill_of_the_document(drill, alerts):
     # The first command of the document, before any request, lists the counters.
     found = done.stdout.splitlines()
     assert found[-len(lines) :] == lines, done.stdout + done.stderr + d.log_errors()
+    assert "P and D will verify each other (exit status 0)" in found
+    assert_the_doctor_tells_what_the_drill_did(*where.values())
     (logged,) = documents.blocks("text", "log")
     for line in logged.text.splitlines():
         assert any(documents.fits(line, x) for x in d.log_text().splitlines()), line
@@ -85,6 +97,29 @@ def test_the_drill_of_the_document(drill, alerts):
         pytest.skip(f"the drill passed; its alerts were not tried: {HOW}")
     for name in ("KVChecksumMismatch", "KVChecksumRequestsFail"):
         alerts.wait(name)
+
+
+def assert_the_doctor_tells_what_the_drill_did(p: str, d: str):
+    command = [PROGRAMS / "vllm-kv-checksum", "doctor", p, d]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and done.stderr == "", done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    settings = "checksums on (definition 2, payload version 2), fail-"
+    assert lines[0].startswith(
+        f"{p}: P, {settings}open; NixlConnector (kv_transfer_params);"
+    )
+    assert lines[1] == (
+        f"{d}: D, {settings}closed, policy fail; KVChecksumFaultDrill (kv_transfer_params); "
+        "loads since its start: 2 verified, 2 mismatch, 1 unverified"
+    )
+    assert f"{d} will verify what {p} sends" in lines
+    for told in (
+        f"not verified: {d}: 2 of 5 loads since its start were a mismatch: ",
+        f"not verified: {d}: 1 of 5 loads since its start were not verified: no_payload",
+        f"note: {d}: KVChecksumFaultDrill damages loads there on purpose",
+    ):
+        assert [x for x in lines if x.startswith(told)], done.stdout
+    assert not [x for x in lines if "note" in x and "sent nothing yet" in x]
 
 
 def test_every_metric_is_on_both_sides_from_the_start(drill):

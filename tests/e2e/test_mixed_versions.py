@@ -16,10 +16,11 @@ from collections.abc import Iterator
 import pytest
 from rig.model import CACHE, tiny_qwen3
 from rig.routing import prefill_decode
-from rig.servers import Server, fork_server, retire, serving, stop_all
+from rig.servers import HOST, Server, fork_server, retire, serving, stop_all
 from rig.stock import link_patched_vllm, stock_fork_server
 
 from e2e import pairs
+from vllm_kv_checksum.doctor import PROBLEM, diagnose
 from vllm_kv_checksum.series import PATCHES
 
 pytestmark = pytest.mark.e2e
@@ -119,10 +120,30 @@ def test_every_pair_transfers_and_only_on_on_verifies(carrier, forks, stock):
                 verdict = "verified" if left == "on" else "unverified"
                 counted = {verdict: 1} if right == "on" else {}
                 assert asked.counted == counted, (left, right)
+        assert_the_doctor_knows(producers, consumers)
     assert "KV checksums not verified: no_payload" in consumers["on"].log_text()
     for server in (producers["stock"], consumers["stock"]):
         assert "vllm-kv-checksum is installed but not applied" in server.log_text()
         assert "KV checksum" not in server.log_text()
+
+
+def assert_the_doctor_knows(producers, consumers):
+    """Ask the command which of the pairs verify."""
+    sides = {
+        f"{HOST}:{server.port}": (side, kind)
+        for side, servers in (("p", producers), ("d", consumers))
+        for kind, server in servers.items()
+    }
+    told = diagnose(list(sides), timeout=20)
+    assert told.status == 1 and len(told.instances) == 6
+    (pair,) = told.pairs
+    assert sides[pair.producer] == ("p", "on") and sides[pair.consumer] == ("d", "on")
+    assert pair.why_not == ()
+    found = {sides[f.where]: f for f in told.findings if f.kind == PROBLEM}
+    assert found.keys() == {*sides.values()} - {("p", "on")}
+    for (_, kind), finding in found.items():
+        said = "no_payload" if kind == "on" else "KV checksums are off there"
+        assert said in finding.what
 
 
 class Fleet:

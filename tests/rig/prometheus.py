@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import time
@@ -45,6 +46,31 @@ class Prometheus:
         alerts = self._client.get("/api/v1/alerts").json()["data"]["alerts"]
         return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
 
+    def query_range(
+        self, query: str, begin: float, end: float
+    ) -> list[tuple[dict[str, str], list[tuple[float, float]]]]:
+        """Return the series of a query, with a value for each second between two times."""
+        params: dict[str, str | float] = {
+            "query": query,
+            "start": begin,
+            "end": end,
+            "step": 1,
+        }
+        answer = self._client.get("/api/v1/query_range", params=params).json()
+        assert answer["status"] == "success", answer
+        return [
+            (series["metric"], [(float(t), float(v)) for t, v in series["values"]])
+            for series in answer["data"]["result"]
+        ]
+
+    def wait_cleared(self, timeout: float) -> None:
+        """Wait until no alert fires."""
+        until = time.monotonic() + timeout
+        while self.firing():
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.firing()} fire after {timeout:.0f} s")
+            time.sleep(0.3)
+
     def wait(self, what: str, timeout: float = 30) -> None:
         """Wait until the alert fires, or, with "up", until all instances were scraped once."""
         until = time.monotonic() + timeout
@@ -54,6 +80,12 @@ class Prometheus:
                     return
             time.sleep(0.3)
         raise TimeoutError(f"Prometheus did not see {what!r} within {timeout:.0f} s")
+
+
+def with_minutes_as_seconds(rules: Path, target: Path) -> Path:
+    """Write rules of which every minute is a second, so that alerts fire and clear within a test."""
+    target.write_text(re.sub(r"\b(\d+)m\b", r"\1s", rules.read_text()))
+    return target
 
 
 @contextlib.contextmanager

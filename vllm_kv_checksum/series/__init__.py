@@ -83,7 +83,7 @@ PATCHES = (
         ("scheduler", "errors", "traces", "support"),
         feature=("metrics.py", "naming.py", "scheduler/", "verdict.py"),
     ),
-    Patch("metrics", ("metrics",)),
+    Patch("metrics", ("metrics",), feature=("info.py",)),
     Patch(
         "nixl-pull",
         ("nixl_pull",),
@@ -122,7 +122,7 @@ PATCHES = (
     Patch(
         "ledger",
         ("ledger",),
-        tests=("ledger", "ledger_cases", "ledger_loads"),
+        tests=("info", "ledger", "ledger_cases", "ledger_loads"),
     ),
     Patch("fault-drill", ("fault_drill",), feature=("fault_drill/",)),
     Patch("docs", ("docs",), tests=("spec_table",), files=("docs/",)),

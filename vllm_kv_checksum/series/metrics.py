@@ -3,7 +3,14 @@
 from ..edits import Module, assign
 
 loggers = Module("v1/metrics/loggers.py")
-loggers.imports("from vllm.distributed.kv_transfer.kv_checksum import KVChecksumProm")
+loggers.imports(
+    """
+    from vllm.distributed.kv_transfer.kv_checksum import (
+        KVChecksumProm,
+        export_kv_checksum_info,
+    )
+    """
+)
 with loggers.cls("PrometheusStatLogger") as c:
     c.prepend("kv_checksum_prom: KVChecksumProm | None = None\n\n")
 with loggers.function("PrometheusStatLogger.__init__") as f:
@@ -14,6 +21,9 @@ with loggers.function("PrometheusStatLogger.__init__") as f:
         if kv_transfer_config and kv_transfer_config.enable_kv_checksum:
             self.kv_checksum_prom = KVChecksumProm(
                 self._counter_cls, self._gauge_cls, labelnames, per_engine_labelvalues
+            )
+            export_kv_checksum_info(
+                vllm_config, self._gauge_cls, labelnames, per_engine_labelvalues
             )
         """,
     )

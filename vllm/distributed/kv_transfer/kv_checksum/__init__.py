@@ -8,6 +8,7 @@
     stored        checksums that are stored with offloaded KV
     support       which set-ups are covered, and why others are not
     metrics       counters on /metrics
+    info          a description of the instance, on /metrics too
     naming        requests and blocks in log lines
     jit           numba, for the kernel of the CPU and the ledger's table
     worker/       reads caches and sums their blocks (kernels/: one per device)
@@ -38,6 +39,7 @@ _HOME = {
     "KV_TRANSFER_PARAMS_KEY": "payload",
     "create_kv_checksum_scheduler": "scheduler.factory",
     "KVChecksumProm": "metrics",
+    "export_kv_checksum_info": "info",
 }
 
 __all__ = sorted(_HOME)

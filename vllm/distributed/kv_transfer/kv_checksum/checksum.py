@@ -23,6 +23,9 @@ from enum import Enum
 
 import numpy as np
 
+DEFINITION = 2
+"""Version of the definition. Values of different definitions cannot be compared."""
+
 MAX_KV_HEADS_PER_LAYER = 2**16
 """KV heads that one layer may have, over all of its caches together."""
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
 from vllm.distributed.kv_transfer.kv_checksum.stored import why_not_summed
 
 if TYPE_CHECKING:
@@ -41,13 +42,18 @@ class ConnectorCoverage:
     Attributes:
         name: the connector's name in the configuration.
         not_checked: why nobody checks the loads of this connector, or None.
-        by_ledger: whether they bring no checksums, and the ledger checks them.
+        carrier: what brings the checksums of its loads; None if nobody checks them.
 
     """
 
     name: str
     not_checked: str | None
-    by_ledger: bool = False
+    carrier: KVChecksumCarrier | None = None
+
+    @property
+    def by_ledger(self) -> bool:
+        """Tell whether its loads bring no checksums, and the ledger checks them."""
+        return self.carrier is KVChecksumCarrier.LEDGER
 
 
 def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
@@ -98,10 +104,22 @@ def connector_coverage(
         name = str(transfer_config(config).kv_connector)
         why = _why_brings_none(connector_class, config, kv_cache_config)
         no_ledger = None if why is None else why_no_ledger(vllm_config)
-        by_ledger = why is not None and no_ledger is None
-        not_checked = None if no_ledger is None else f"{why}, and {no_ledger}"
-        coverage.append(ConnectorCoverage(name, not_checked, by_ledger))
+        if no_ledger is not None:
+            coverage.append(ConnectorCoverage(name, f"{why}, and {no_ledger}"))
+            continue
+        ledger = KVChecksumCarrier.LEDGER
+        carrier = _carrier_of(connector_class) if why is None else ledger
+        coverage.append(ConnectorCoverage(name, None, carrier))
     return coverage
+
+
+def _carrier_of(connector_class: type[KVConnectorBase_V1]) -> KVChecksumCarrier:
+    """Return the carrier of a connector that brings checksums itself."""
+    if not declares(connector_class, "kv_checksum_carrier"):
+        return KVChecksumCarrier.STORED
+    if declares(connector_class, "send_kv_checksums"):
+        return KVChecksumCarrier.CONNECTOR
+    return KVChecksumCarrier.KV_TRANSFER_PARAMS
 
 
 def _connector_classes(

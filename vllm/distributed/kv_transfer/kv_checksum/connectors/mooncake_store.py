@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from vllm.distributed.kv_transfer.kv_checksum.checksum import DEFINITION
 from vllm.distributed.kv_transfer.kv_checksum.naming import blocks_named, request_name
 from vllm.distributed.kv_transfer.kv_checksum.payload import decode_map
 from vllm.distributed.kv_transfer.kv_checksum.stored import (
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-NAMESPACE = "@kv_checksums2"
+NAMESPACE = f"@kv_checksums{DEFINITION}"
 """Part of the keys. It names the version of the checksum's definition, so that values
 of another version are not found."""
 
