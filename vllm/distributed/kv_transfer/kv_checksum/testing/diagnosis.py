@@ -72,6 +72,8 @@ def look_at_load(load: Load) -> list[Finding]:
 def look_at_verdict(load: Load, carrier: KVChecksumCarrier) -> list[Finding]:
     """Return what is wrong with the verdict of the one load that was counted."""
     stats, req_id = load.d.stats, load.req_id
+    if req_id in load.d.seen.failed:
+        return []  # a failed load has none, which is told
     verdicts = {
         (outcome, by)
         for outcome in metrics.VERDICTS

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm.distributed.kv_transfer.kv_checksum.support import connector_coverage
 from vllm.distributed.kv_transfer.kv_checksum.testing.configuration import write_model
 from vllm.distributed.kv_transfer.kv_checksum.testing.diagnosis import (
@@ -57,6 +59,9 @@ class Suite:
         self._number = 0
         self._case = "start"
         self._instead: Fault | None = None
+        # For tensors this small, threads cost more than they bring.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         self._model = write_model(Path(folder) / "model")
         stack.enter_context(factory.surroundings())
@@ -125,12 +130,17 @@ class Suite:
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         return twice or [(Fault.RAISED, text)]
 
+    def end_stage(self) -> None:
+        """End the suite if anything was found: later cases would tell of it again."""
+        if self.problems:
+            raise SuiteEndedError
+
     def require_coverage(self, instance: Instance) -> None:
         """End the suite if nobody checks the connector's loads."""
         coverage = connector_coverage(instance.config, instance.kv_config)
         if why := [c.not_checked for c in coverage if c.not_checked is not None]:
             self.add([(Fault.NOT_COVERED, "; ".join(why))])
-            raise SuiteEndedError
+        self.end_stage()
 
     # ---- instances and requests
 

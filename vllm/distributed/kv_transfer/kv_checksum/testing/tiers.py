@@ -40,12 +40,14 @@ def check(suite: Suite) -> None:
             prompt = tokens(number, number)
             _store(suite, p, d, prompt)
             _check_one(suite, p, d, prompt)
+    suite.end_stage()
     with suite.case("a load behind a local prefix", p, d):
         # Its first blocks are in the prefix cache from the case before.
         prompt = tokens(4 * size, 4 * size)[: 2 * size] + tokens(3 * size + 4)
         _store(suite, p, d, prompt)
         _compute(suite, d, prompt[: 2 * size])
         _check_one(suite, p, d, prompt)
+    suite.end_stage()
     with suite.case("a request that is aborted while it loads", p, d):
         prompt = tokens(3 * size + 5, 300)
         _store(suite, p, d, prompt)
@@ -56,6 +58,7 @@ def check(suite: Suite) -> None:
     with suite.case("a load behind an aborted one", p, d):
         _empty(suite, d)
         _check_one(suite, p, d, prompt)
+    suite.end_stage()
     _check_damage(suite, p, d)
 
 
@@ -122,6 +125,7 @@ def _check_damage(suite: Suite, p: Instance, d: Instance) -> None:
         d.damage = False
         if d.stats[verified] and not d.stats[mismatch]:
             suite.add([(Fault.DAMAGE_NOT_SEEN, "its load was verified")])
+    suite.end_stage()
     with suite.case("the same prompt behind a load of damaged KV", p, d):
         for instance in {p, d}:
             suite.factory.wait_until_stored(instance)

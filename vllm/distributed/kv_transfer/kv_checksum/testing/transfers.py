@@ -32,10 +32,9 @@ def check(suite: Suite) -> None:
         # The last prompt's first blocks are in the consumer's prefix cache.
         prompt = tokens(9 * size + 2, 9 * size + 2)[: 4 * size] + tokens(2 * size + 3)
         _check_one(suite, p, d, prompt)
-    _check_several(suite, p, d)
-    _check_damage(suite, p, d)
-    _check_aborts(suite, p, d)
-    _check_one_side(suite, p, d)
+    for stage in (_check_several, _check_damage, _check_aborts, _check_one_side):
+        suite.end_stage()
+        stage(suite, p, d)
 
 
 def _prefill(suite: Suite, p: Instance, prompt: list[int]) -> tuple[str, Any]:
@@ -87,15 +86,14 @@ def _check_several(suite: Suite, p: Instance, d: Instance) -> None:
         left = [d.scheduler.requests[load.req_id] for load in loads]
         suite.run(lambda: all(r.is_finished() for r in left), p, d)
         suite.linger(p, d)
-        for load in loads:
-            suite.add(look_at_load(load))
+        found = [finding for load in loads for finding in look_at_load(load)]
         verified = d.stats[metrics.loads_key("verified", suite.carrier)]
-        if verified == len(loads):
-            return
-        if suite.carrier is KVChecksumCarrier.CONNECTOR:
-            for load in loads:
-                suite.add(look_at_checksums(load, suite.carrier))
-        suite.add([(Fault.UNVERIFIED, f"{verified} of {len(loads)} were verified")])
+        if verified < len(loads):
+            if suite.carrier is KVChecksumCarrier.CONNECTOR:
+                found += [f for x in loads for f in look_at_checksums(x, suite.carrier)]
+            text = f"{verified} of {len(loads)} were verified"
+            found = found or [(Fault.UNVERIFIED, text)]
+        suite.add(found)
 
 
 def _check_damage(suite: Suite, p: Instance, d: Instance) -> None:
