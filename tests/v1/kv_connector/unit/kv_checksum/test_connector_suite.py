@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_checksum.testing import (
     assert_conforms,
     check_connector,
 )
-
 from vllm.distributed.kv_transfer.kv_checksum.testing.problems import ADVICE, Fault
 
 from .rig.authors import broken, folder, memory
@@ -128,7 +127,7 @@ def test_what_is_wrong_is_said_in_words(factory):
     (line,) = lines
     assert line.startswith(
         "- wrong_blocks (a load of 48 tokens and 4 more cases): blocks at positions "
-        "[0, 1, 2] of r2 do not hold its KV. Map block to block by position"
+        "[0, 1, 2] of cmpl-1-0-bbbbbbbb do not hold its KV. Map block to block by "
     )
 
 

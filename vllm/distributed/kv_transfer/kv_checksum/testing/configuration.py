@@ -18,7 +18,9 @@ from vllm.config import (
     VllmConfig,
 )
 
-LAYERS, HEADS, HEAD_SIZE = 4, 4, 8
+LAYERS = 4
+HEADS = 4
+HEAD_SIZE = 8
 VOCABULARY = 512
 MAX_MODEL_LEN = 2048
 

@@ -33,6 +33,7 @@ def shut_down(connector: KVConnectorBase_V1) -> None:
     a pause: what ran after it took ten times as long.
     """
     connector.shutdown()
-    side = getattr(connector, "connector_worker", None)
-    if agent := getattr(side, "nixl_wrapper", None):
-        del agent.agent
+    for one in getattr(connector, "sub_connectors", None) or [connector]:
+        side = getattr(one, "connector_worker", None)
+        if agent := getattr(side, "nixl_wrapper", None):
+            del agent.agent

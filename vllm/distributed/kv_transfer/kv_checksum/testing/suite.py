@@ -149,9 +149,14 @@ class Suite:
         return Instance(self.factory, self._model, role, self.stack, **settings)
 
     def name(self) -> str:
-        """Return a new request id."""
+        """Return the id of a new client's request, with vLLM's random suffix."""
         self._number += 1
-        return f"r{self._number}"
+        return f"cmpl-{self._number}-0-aaaaaaaa"
+
+    @staticmethod
+    def name_on_consumer(producer_id: str) -> str:
+        """Return the id that a client's request has on the other instance."""
+        return producer_id[:-8] + "bbbbbbbb"
 
     def run(self, until: Callable[[], bool], *instances: Instance) -> None:
         """Step instances in turn until `until` says so.

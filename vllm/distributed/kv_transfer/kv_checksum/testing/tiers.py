@@ -86,10 +86,9 @@ def _empty(suite: Suite, instance: Instance) -> None:
     if suite.carrier is not KVChecksumCarrier.LEDGER:
         suite.run(instance.scheduler.reset_prefix_cache, instance)
         return
-    for _ in range(2):
-        seed = int(suite.name()[1:])
+    for seed in range(2):
         number = (NUM_BLOCKS - 3) * suite.factory.block_size
-        _compute(suite, instance, tokens(number, 10_000 + seed))
+        _compute(suite, instance, tokens(number, 10_000 + instance.steps + seed))
 
 
 def _check_one(suite: Suite, p: Instance, d: Instance, prompt: list[int]) -> None:

@@ -49,7 +49,7 @@ def _prefill(suite: Suite, p: Instance, prompt: list[int]) -> tuple[str, Any]:
 
 def _start(suite: Suite, p: Instance, d: Instance, prompt: list[int]) -> Load:
     producer_id, params = _prefill(suite, p, prompt)
-    load = Load(suite.name(), producer_id, p, d)
+    load = Load(suite.name_on_consumer(producer_id), producer_id, p, d)
     d.add(load.req_id, prompt, params, max_tokens=2)
     return load
 
@@ -80,7 +80,7 @@ def _check_several(suite: Suite, p: Instance, d: Instance) -> None:
         sent = [_prefill(suite, p, prompt) for prompt in prompts]
         loads = []
         for (producer_id, params), prompt in reversed([*zip(sent, prompts)]):
-            load = Load(suite.name(), producer_id, p, d)
+            load = Load(suite.name_on_consumer(producer_id), producer_id, p, d)
             d.add(load.req_id, prompt, params, max_tokens=2)
             loads.append(load)
         left = [d.scheduler.requests[load.req_id] for load in loads]
