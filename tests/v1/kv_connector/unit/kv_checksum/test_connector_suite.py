@@ -34,6 +34,7 @@ def factory(tmp_path):
     ("connector", "carrier", "extra"),
     [
         (folder.FolderConnector, "CONNECTOR", {}),
+        (broken.InParams, "KV_TRANSFER_PARAMS", {}),
         (memory.MemoryConnector, "STORED", {}),
         (memory.UnstoredConnector, "LEDGER", {}),
         (memory.UnstoredConnector, "LEDGER", {"sync": True}),
