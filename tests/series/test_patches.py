@@ -28,6 +28,7 @@ HERE_ALONE = {
     **dict.fromkeys(
         (
             "compressed_tiers",
+            "connectors_conform",
             "context_parallel",
             "fault_drill",
             "mooncake_store_failures",

@@ -84,6 +84,7 @@ PATCHES = (
         feature=("metrics.py", "naming.py", "scheduler/", "verdict.py"),
     ),
     Patch("metrics", ("metrics",), feature=("info.py",)),
+    Patch("conformance-suite", ("testing",), feature=("testing/",)),
     Patch(
         "nixl-pull",
         ("nixl_pull",),
@@ -122,12 +123,12 @@ PATCHES = (
     Patch(
         "ledger",
         ("ledger",),
-        tests=("info", "ledger", "ledger_cases", "ledger_loads"),
+        tests=("connector_suite", "info", "ledger", "ledger_cases", "ledger_loads"),
     ),
     Patch("fault-drill", ("fault_drill",), feature=("fault_drill/",)),
     Patch("docs", ("docs",), tests=("spec_table",), files=("docs/",)),
 )
-"""The patches in order. The first eight are whole by themselves."""
+"""The patches in order. The first nine are whole by themselves."""
 
 
 def load_series(patches: Iterable[Patch] = PATCHES) -> list[Module]:

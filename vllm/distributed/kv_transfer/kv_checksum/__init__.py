@@ -15,10 +15,12 @@
     scheduler/    asks for sums, compares them, and handles the consequences
     connectors/   the part of single connectors
     fault_drill/  a connector that damages loads on purpose
+    testing/      tells authors of connectors what theirs does wrong
 
-Imports run one way: the modules here know none of the folders, the folders know
-these, and `fault_drill` knows them all. Names are resolved on first use: connectors
-import `payload` while the modules that need connectors are still being loaded.
+Imports run one way: the modules here know none of the folders, the folders know these,
+and `fault_drill` and `testing` know them all. Names are resolved on first use:
+connectors import `payload` while the modules that need connectors are still being
+loaded.
 """
 
 from importlib import import_module

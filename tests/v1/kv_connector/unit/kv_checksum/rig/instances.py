@@ -8,29 +8,30 @@ and positions. So is the transfer (see `transports`), unless an instance gets re
 connector workers.
 """
 
-import json
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import replace
 from math import lcm
-from pathlib import Path
 
-import numpy as np
 import torch
 
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.payload import PromptDigests
+from vllm.distributed.kv_transfer.kv_checksum.testing.configuration import (
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    vllm_config,
+    write_model,
+)
+from vllm.distributed.kv_transfer.kv_checksum.testing.forward import (
+    make_request,
+    runner_output,
+    spans,
+    token_kv,
+    tokens,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -39,16 +40,13 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from . import caches as u
 from . import loaded, reference, transports
 
-__all__ = ["RequestStatus", "SchedulerOutput"]
-
-LAYERS, HEADS, HEAD_SIZE = 4, 4, 8
+__all__ = ["RequestStatus", "SchedulerOutput", "write_model"]
 
 WITHOUT_CARRIER = dict(
     kv_connector="ExampleConnector",
@@ -69,85 +67,6 @@ MODES = {
     "recompute": dict(kv_checksum_fail_closed=True, policy="recompute"),
 }
 """Settings of fail-open, and of fail-closed with each policy."""
-
-
-def write_model(folder: Path) -> str:
-    """Return a model folder that holds a config alone (weights are never loaded)."""
-    folder.mkdir(exist_ok=True)
-    config = dict(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
-        vocab_size=512,
-        hidden_size=HEADS * HEAD_SIZE,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=4096,
-        torch_dtype="bfloat16",
-    )
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def vllm_config(
-    model: str,
-    role: str,
-    *,
-    block_size=16,
-    num_blocks=200,
-    tp=1,
-    pp=1,
-    dcp=1,
-    policy="fail",
-    async_scheduling=False,
-    tracing=False,
-    **transfer,
-) -> VllmConfig:
-    model_config = ModelConfig(
-        model=model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048
-    )
-    cache = CacheConfig(
-        block_size=block_size, enable_prefix_caching=True, gpu_memory_utilization=0.5
-    )
-    cache.num_gpu_blocks = num_blocks
-    cache.kv_cache_layout = "LBHNC"
-    settings = dict(
-        kv_connector="NixlConnector",
-        kv_role=role,
-        kv_buffer_device="cpu",
-        kv_load_failure_policy=policy,
-        enable_kv_checksum=True,
-    )
-    config = VllmConfig(
-        model_config=model_config,
-        cache_config=cache,
-        device_config=DeviceConfig("cpu"),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=256,
-            max_model_len=2048,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-        ),
-        kv_transfer_config=KVTransferConfig(**{**settings, **transfer}),
-    )
-    # vLLM switches it off on CPU.
-    config.scheduler_config.async_scheduling = async_scheduling
-    if tracing:
-        config.observability_config.otlp_traces_endpoint = "http://localhost:4317"
-    # Set behind the checks that count this machine's accelerators.
-    config.parallel_config = ParallelConfig()
-    config.parallel_config.tensor_parallel_size = tp
-    config.parallel_config.pipeline_parallel_size = pp
-    config.parallel_config.world_size = tp * pp
-    config.parallel_config.decode_context_parallel_size = dcp
-    # What vLLM chooses for NIXL.
-    config.parallel_config.cp_kv_cache_interleave_size = block_size if dcp > 1 else 1
-    config.cache_config.block_size = block_size
-    return config
 
 
 MADE: list["Instance"] | None = None
@@ -328,20 +247,9 @@ class Instance:
     # ---- requests
 
     def add(self, req_id, tokens, params, max_tokens=1, **settings):
-        request = Request(
-            **settings,
-            request_id=req_id,
-            prompt_token_ids=list(tokens),
-            sampling_params=SamplingParams(
-                max_tokens=max_tokens,
-                ignore_eos=True,
-                temperature=0,
-                extra_args={"kv_transfer_params": params} if params else None,
-            ),
-            pooling_params=None,
-            block_hasher=self.hasher,
+        request = make_request(
+            req_id, tokens, params, max_tokens, self.hasher, **settings
         )
-        request.sampling_params.update_from_generation_config({}, 511)
         self.scheduler.add_request(request)
         return request
 
@@ -409,17 +317,7 @@ class Instance:
         assert len(self.unsummed) <= not_checked + ended + under_way
 
     def runner_output(self, output, kv_output):
-        ids = list(output.num_scheduled_tokens)
-        sampled = []
-        for req_id, (_, last) in spans(output).items():
-            request = self.scheduler.requests.get(req_id)
-            sampled.append([7] if request and last >= request.num_tokens else [])
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={r: i for i, r in enumerate(ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=kv_output,
-        )
+        return runner_output(self.scheduler, output, kv_output)
 
     def finish_step(self, output, model_output):
         results = self.scheduler.update_from_output(output, model_output)
@@ -490,24 +388,6 @@ class Instance:
         return sizes | self.transport.tables()
 
 
-_CELLS = torch.randn(
-    8191, HEADS, 2 * HEAD_SIZE, generator=torch.Generator().manual_seed(5)
-).to(torch.bfloat16)
-
-
-def spans(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
-    """Return the tokens ``[first, last)`` that a step computes, by request id."""
-    first = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
-    cached = output.scheduled_cached_reqs
-    first.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return {r: (first[r], first[r] + n) for r, n in output.num_scheduled_tokens.items()}
-
-
-def token_kv(layer: int, position, token) -> torch.Tensor:
-    """Return one layer's ``(tokens, heads, K and V)``; position and token are int64."""
-    return _CELLS[(layer * 2477 + position * 613 + token * 31) % len(_CELLS)]
-
-
 def prefill(p: Instance, req_id, tokens, max_tokens=1):
     """Run a prompt on P; what D's request needs to load it."""
     params = p.transport.producer_params(req_id)
@@ -524,10 +404,6 @@ def pair(model, p=None, d=None, **both):
         Instance(model, "kv_producer", **{**both, **(p or {})}),
         Instance(model, "kv_consumer", **{**both, **(d or {})}),
     )
-
-
-def tokens(number, seed=0):
-    return np.random.default_rng(seed).integers(5, 500, number).tolist()
 
 
 def load(p, d, number, req_id="r", prompt=None):

@@ -19,6 +19,10 @@ from rig.servers import free_port
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_checksum.testing.process import (
+    shut_down,
+    start_groups,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -26,7 +30,6 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.worker.gpu import kv_connector as runner
 
 from .context import HEAD_SIZE, ContextInstance, ContextPull
-from .real_workers import shut_down, start_groups
 
 BLOCK_SIZE = 16
 
@@ -84,7 +87,7 @@ class RealContextPull(ContextPull):
         self.ranks = []
         handshakes = {}
         with set_current_vllm_config(instance.config):
-            start_groups()
+            start_groups(free_port())
             for rank in range(instance.tp):
                 with as_rank(rank, instance.tp):
                     worker, active = self.make_rank(instance, rank)

@@ -17,8 +17,11 @@ from rig.mooncake_store import MooncakeStore
 from rig.servers import free_port
 
 from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_checksum import KVChecksumCarrier
+from vllm.distributed.kv_transfer.kv_checksum.testing.process import (
+    shut_down,
+    start_groups,
+)
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import layer_spec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -48,26 +51,6 @@ BLOCK_SIZE = 32
 """CPU attention's, which the connectors ask."""
 
 
-def start_groups():
-    """Start the process groups of one process alone, unless they are there."""
-    if not parallel_state.model_parallel_is_initialized():
-        address = f"tcp://127.0.0.1:{free_port()}"
-        parallel_state.init_distributed_environment(1, 0, address, 0, backend="gloo")
-        parallel_state.ensure_model_parallel_initialized(1, 1)
-
-
-def shut_down(connector):
-    """Shut a worker side down, with the NIXL agent whose threads outlive it.
-
-    A server's process ends next. Here one goes on, and such a thread can poll without
-    a pause: what ran after it took ten times as long.
-    """
-    connector.shutdown()
-    side = getattr(connector, "connector_worker", None)
-    if agent := getattr(side, "nixl_wrapper", None):
-        del agent.agent
-
-
 class RealWorkers(transports.FakeTransport):
     """Runs the worker side of `instance`'s connector; replaces its transport."""
 
@@ -82,7 +65,7 @@ class RealWorkers(transports.FakeTransport):
         config = instance.config
         self.bootstrap = f"http://127.0.0.1:{os.environ.get(BOOTSTRAP)}"
         with set_current_vllm_config(config):
-            start_groups()
+            start_groups(free_port())
             # The scheduler's shows one layer of a group of several specs.
             self.worker = KVConnectorFactory.create_connector(
                 config,
