@@ -10,7 +10,8 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base test-upstream lint bench campaign mutants fuzz soak demo clean
+.PHONY: help env unit test test-slow test-base test-upstream test-gpu lint bench campaign mutants fuzz \
+	soak demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
@@ -29,6 +30,8 @@ help:
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
 	@echo "make soak   half an hour of mixed load over NIXL with damaged transfers (MINUTES=30)"
+	@echo "make test-gpu  the tests that need a CUDA card, in $(VENV)-gpu (GPU_PYTHON=an environment"
+	@echo "            to use as it is); without a card it fails with status 77"
 	@echo "make clean  remove $(VENV) and .rig"
 
 env:
@@ -78,5 +81,8 @@ demo: env
 soak: env
 	$(BIN)/python tests/e2e/soak.py --minutes $(MINUTES)
 
+test-gpu:
+	@$(PYTHON) tests/rig/gpu.py $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
+
 clean:
-	rm -rf $(VENV) .rig
+	rm -rf $(VENV) $(VENV)-gpu $(VENV)-gpu-alone .rig
