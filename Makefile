@@ -10,7 +10,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base test-upstream test-gpu lint bench campaign mutants fuzz \
+.PHONY: help env unit test test-slow test-base test-upstream test-gpu gpu-report lint bench campaign mutants fuzz \
 	soak demo clean
 
 help:
@@ -32,6 +32,8 @@ help:
 	@echo "make soak   half an hour of mixed load over NIXL with damaged transfers (MINUTES=30)"
 	@echo "make test-gpu  the tests that need a CUDA card, in $(VENV)-gpu (GPU_PYTHON=an environment"
 	@echo "            to use as it is); without a card it fails with status 77"
+	@echo "make gpu-report  measure the kernel on a CUDA card, in 8 minutes (GPU_PYTHON=a Python with"
+	@echo "            torch and Triton); without a card it fails with status 77"
 	@echo "make clean  remove $(VENV) and .rig"
 
 env:
@@ -83,6 +85,10 @@ soak: env
 
 test-gpu:
 	@$(PYTHON) tests/rig/gpu.py $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
+
+gpu-report:
+	@$(or $(GPU_PYTHON),$(firstword $(wildcard $(VENV)-gpu/bin/python $(VENV)-gpu-alone/bin/python $(BIN)/python) \
+		$(PYTHON))) benchmarks/kernels/gpu_report.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-gpu $(VENV)-gpu-alone .rig
