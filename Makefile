@@ -10,7 +10,8 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base test-upstream lint bench bench-serving campaign mutants fuzz soak demo clean
+.PHONY: help env unit test test-slow test-base test-upstream test-gpu gpu-report lint bench bench-serving campaign mutants \
+	fuzz soak demo clean
 
 help:
 	@echo "make env    build or complete the environment in $(VENV)"
@@ -31,6 +32,10 @@ help:
 	@echo "make demo   corrupt a transfer between two real servers and watch it being caught"
 	@echo "            (CONNECTOR=nixl_pull, nixl_push or mooncake)"
 	@echo "make soak   half an hour of mixed load over NIXL with damaged transfers (MINUTES=30)"
+	@echo "make test-gpu  the tests that need a CUDA card, in $(VENV)-gpu (GPU_PYTHON=an environment"
+	@echo "            to use as it is); without a card it fails with status 77"
+	@echo "make gpu-report  measure the kernel on a CUDA card, in 8 minutes (GPU_PYTHON=a Python with"
+	@echo "            torch and Triton); without a card it fails with status 77"
 	@echo "make clean  remove $(VENV) and .rig"
 
 env:
@@ -57,7 +62,7 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
-	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/benchmark_kv_checksum_engine.py benchmarks/benchmark_serving.py benchmarks/originals.py tests/campaign benchmarks/spacing
+	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/benchmark_kv_checksum_engine.py benchmarks/benchmark_serving.py benchmarks/originals.py benchmarks/kernels/gpu_report.py benchmarks/kernels/kernel_variants.py benchmarks/kernels/bare_worker.py tests/campaign benchmarks/spacing
 
 mutants: env
 	$(BIN)/python tests/rig/mutants.py $(IDS)
@@ -84,5 +89,12 @@ demo: env
 soak: env
 	$(BIN)/python tests/e2e/soak.py --minutes $(MINUTES)
 
+test-gpu:
+	@$(PYTHON) tests/rig/gpu.py $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
+
+gpu-report:
+	@$(or $(GPU_PYTHON),$(firstword $(wildcard $(VENV)-gpu/bin/python $(VENV)-gpu-alone/bin/python $(BIN)/python) \
+		$(PYTHON))) benchmarks/kernels/gpu_report.py
+
 clean:
-	rm -rf $(VENV) .rig
+	rm -rf $(VENV) $(VENV)-gpu $(VENV)-gpu-alone .rig

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select Triton's interpreter if there is no GPU: Triton asks when it is imported."""
+"""Choose Triton's interpreter if there is no GPU; stand in for a missing vLLM.
+
+Triton asks when it is imported.
+"""
 
 import os
 
@@ -13,3 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from kv_checksum_rig.interpreter import keep_language_patched
 
     keep_language_patched(triton.runtime.interpreter)
+
+from without_vllm import stand_in_for_vllm  # noqa: E402
+
+stand_in_for_vllm()

@@ -76,8 +76,8 @@ def test_ids_that_are_not_there_are_named(capsys):
 
 def test_a_mutant_that_needs_a_gpu_is_left_out_and_said(known, capsys, monkeypatch):
     monkeypatch.setattr(mutants.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(mutants, "read", lambda: [known["E21"]])
-    assert known["E21"].gpu
+    on_gpus = mutants.Mutant(**{**vars(known["E21"]), "gpu": True})
+    monkeypatch.setattr(mutants, "read", lambda: [on_gpus])
     assert mutants.main([]) == 0
     told = capsys.readouterr().out
     assert "E21 left out it needs a GPU" in told

@@ -2,24 +2,29 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Test that every backend gives the definition's bits: PyTorch, numba, Triton.
 
-Without a GPU the Triton kernel runs in Triton's interpreter.
+The Triton kernel runs on a GPU if there is one, else in Triton's interpreter. Torch and
+Triton are enough.
 """
+
+import importlib.util
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import (
-    numba_kernel,
     torch_reference,
     triton_kernel,
 )
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView, SkipGroup
 
+from .rig import reference
 from .rig.cells import (
     LAYOUTS,
     ROWS,
     SHAPES,
+    Backend,
     expected,
     factors_of,
     kernel_split,
@@ -29,11 +34,18 @@ from .rig.cells import (
     view,
 )
 
+GPU = torch.cuda.is_available()
 IMPLEMENTATIONS = {
-    "torch": torch_reference.prepare,
-    "numba": numba_kernel.prepare,
-    "triton": triton_kernel.prepare,
+    "torch": Backend(torch_reference.prepare),
+    "triton": Backend(triton_kernel.prepare, "cuda" if GPU else "cpu"),
 }
+if GPU:
+    IMPLEMENTATIONS["torch on the GPU"] = Backend(torch_reference.prepare, "cuda")
+# Where vLLM is not installed, numba need not be there.
+if importlib.util.find_spec("numba"):
+    from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
+
+    IMPLEMENTATIONS["numba"] = Backend(numba_kernel.prepare)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -83,6 +95,71 @@ def test_rows_side_by_side(prepare):
     layer_view = LayerView("", blocks, 2, 3, factors_of(3, 37), (1, 0))
     rows = torch.tensor([[2, 0, 3, 1], [0, 0, 0, 0], [1, 1, 0, 1]])
     assert run(prepare, [layer_view], rows) == expected(cells, rows)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_rows_of_a_state_that_tp_splits(prepare, width, rows_first):
+    """A convolution's rows lie one after the other, or side by side, by its layout."""
+    cells = random_cells(4, 24, 1, 3 * width)
+    dtype = {2: torch.int16, 4: torch.int32}[width]
+    stored = cells.view(dtype).view(4, 24, 3)
+    if not rows_first:
+        stored = stored.transpose(1, 2).contiguous().transpose(1, 2)
+    # Rank 1 of 2 holds the second half of the rows.
+    blocks = stored[:, 12:].view(4, 1, 12, 1, 3)
+    layer = LayerView("", blocks, width, 3, factors_of(3, 12, 12), (1, 0))
+    rows = torch.tensor([[2, 0, 3, 1], [0, 0, 0, 0], [1, 1, 0, 1]])
+    right = [
+        sum(
+            reference.slice_sum(cells[block, row].numpy(), 3, row, 0, valid, width)
+            for row in range(12, 24)
+        )
+        & reference.MASK
+        for block, _, valid in rows.T.tolist()
+    ]
+    assert run(prepare, [layer], rows) == right
+
+
+def test_a_state_of_24k_pieces(prepare):
+    """One slice, which several programs of the kernel share."""
+    cells = random_cells(2, 1, 1, 8 * 24 * 1024)
+    rows = torch.tensor([[1, 0], [0, 0], [1, 1]])
+    assert run(prepare, [view(cells, cells)], rows) == expected(cells, rows)
+
+
+@pytest.mark.parametrize("tokens_per_state", [2, 4, 128, Fraction(1, 2)])
+def test_states_of_several_tokens_or_of_parts_of_one(prepare, tokens_per_state):
+    """A state counts in the unit of 16 tokens in which it ends."""
+    states = 256 // tokens_per_state
+    cells = random_cells(3, 1, int(states), 72)
+    blocks = cells.view(torch.int64).view(3, 1, 1, int(states), 9)
+    layer = LayerView(
+        "", blocks, 8, 9, factors_of(3, 1), (1, 0), tokens_per_state=tokens_per_state
+    )
+    rows, right = [], []
+    for block, position in ((2, 0), (0, 5)):
+        for unit in range(16):
+            first, valid = position * 256 + unit * 16, 16 - (unit == 15)
+            rows.append([block * 16 + unit, first, valid])
+            begin = int(first / Fraction(tokens_per_state))
+            end = int((first + valid) / Fraction(tokens_per_state))
+            at = begin % int(states)
+            held = cells[block, 0, at : at + end - begin].numpy()
+            right.append(reference.slice_sum(held, 3, 0, begin, end))
+    assert run(prepare, [layer], torch.tensor(rows).T.contiguous()) == right
+
+
+def test_rings_have_a_unit_per_slot(prepare):
+    cells = random_cells(4, 1, 8, 512)
+    blocks = cells.view(torch.int64).view(4, 1, 1, 8, 64)
+    layer = LayerView("", blocks, 8, 64, factors_of(3, 1), (1, 0), unit_tokens=1)
+    rows = torch.tensor([[3 * 8 + 5, 7, 0], [4093, 12, 8], [1, 1, 0]])
+    right = [
+        reference.slice_sum(cells[u // 8, 0, u % 8][None].numpy(), 3, 0, at, at + ok)
+        for u, at, ok in rows.T.tolist()
+    ]
+    assert run(prepare, [layer], rows) == right
 
 
 def test_pieces_that_lie_apart(prepare):

@@ -5,6 +5,10 @@
 Needs numpy and torch alone.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -111,6 +115,41 @@ def expected(cells, rows, layer=3, first_head=0):
             reference.block_sum({layer: part}, first, first + valid, first_head)
         )
     return sums
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend on its device: called as it is, with memory of the CPU."""
+
+    prepare: Callable[..., Any]
+    device: str = "cpu"
+
+    def __call__(self, layers: Sequence[LayerView]) -> Callable[..., None]:
+        there = [
+            replace(
+                layer,
+                blocks=moved(layer.blocks, self.device),
+                factors=layer.factors.to(self.device),
+            )
+            for layer in layers
+        ]
+        sum_rows = self.prepare(there)
+
+        def run(rows: torch.Tensor, out: torch.Tensor) -> None:
+            sums = moved(out, self.device)
+            sum_rows(moved(rows, self.device), sums)
+            out.copy_(sums)
+
+        return run
+
+
+def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a tensor that lies in memory of the device as it does in its own."""
+    if device == "cpu":
+        return tensor
+    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return storage.to(device).as_strided(shape, strides, offset)
 
 
 def run(prepare, layers, rows):
