@@ -598,6 +598,7 @@ def test_no_step_takes_a_variant_that_the_warm_up_did_not_compile():
     for variant in variants:
         arrays = [x for x in variant if isinstance(x, numba.types.Array)]
         assert {array.layout for array in arrays} == {"C"}
+        assert {x for x in variant if x not in arrays} == {numba.types.int64}
 
 
 # ---- life of a request
