@@ -5,8 +5,9 @@
 Each step is printed in microseconds and as a multiple of one NumPy pass (an
 addition) over the request's 8-byte values. Then what `Scheduler._update_after_schedule`
 takes in a step in which every running request decodes: of stock vLLM, with checksums
-off, and on, where it calls `after_schedule`. Last, some sizes of prompts and blocks,
-each beside a plain Python loop that does the same.
+off, and on, where it calls `after_schedule`. Then some sizes of prompts and blocks,
+each beside a plain Python loop that does the same. Last, what one request costs on P
+and on D, by its length.
 """
 
 import argparse
@@ -218,7 +219,10 @@ def scheduler_part() -> Any:
                 kv_checksum_fail_closed=False, kv_load_failure_policy="fail"
             ),
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=1, pipeline_parallel_size=1
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
             ),
             observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         ),
@@ -538,16 +542,21 @@ def main() -> None:
             )
     decode: list[dict[str, Any]] = []
     cases: list[dict[str, Any]] = []
+    whole: list[dict[str, Any]] = []
     if vllm_is_installed():
         decode = print_decode_steps(args.repeats)
         cases = print_cases(args.repeats)
+        from one_request import print_requests
+
+        whole = print_requests(size, 5 * args.repeats)
     else:
         print(
             "\nnot run, vLLM is not installed: blocks, steps that decode, plain loops"
         )
     if args.json:
         found = {"block_size": size, "results": results}
-        print(json.dumps({**found, "decode": decode, "cases": cases}))
+        found |= {"decode": decode, "cases": cases, "whole requests": whole}
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -585,7 +585,7 @@ def test_no_step_takes_a_variant_that_the_warm_up_did_not_compile():
         {"model.layers.7.attn": u.random_cache(8, latents)},
     )
     w = u.worker(u.config(8, (a, spec), (b, latents)), {**a, **b})
-    variants = numba_kernel._sum_rows.signatures.copy()
+    variants = numba_kernel._sum_layers.signatures.copy()
     blocks = KVChecksumBlocks(150, {0: (0, [3, 1, 4] * 3), 1: (0, [4, 2, 6])})
     record = u.send_record(w, blocks)
     two_columns = torch.zeros((len(u.values_of(record)), 2), dtype=torch.int64)
@@ -594,10 +594,11 @@ def test_no_step_takes_a_variant_that_the_warm_up_did_not_compile():
     alone = torch.zeros(2, dtype=torch.int64)
     w._sums[0][0][1](rows, alone)
     assert torch.equal(two_columns[:2, 1], alone) and alone.all()
-    assert numba_kernel._sum_rows.signatures == variants
+    assert numba_kernel._sum_layers.signatures == variants
     for variant in variants:
         arrays = [x for x in variant if isinstance(x, numba.types.Array)]
         assert {array.layout for array in arrays} == {"C"}
+        assert {x for x in variant if x not in arrays} == {numba.types.int64}
 
 
 # ---- life of a request

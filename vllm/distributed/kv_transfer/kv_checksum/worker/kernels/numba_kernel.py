@@ -4,18 +4,21 @@
 
 Bit-identical to `torch_reference`, which gathers whole arrays and is many times
 slower. Weights are an arithmetic series along the tokens and pieces of a slice,
-and along consecutive slices, so every loop here is a run of pieces under
-``weight + step * i``: nothing is carried from piece to piece, and the compiler
-makes SIMD of it.
+and along consecutive slices, so a head of a unit is a grid: rows of pieces, whose
+weights grow by one step within a row and by another from row to row. `_grid_of`
+writes its loop as SIMD itself, for LLVM vectorizes no loops as short as these.
+
+Everything is in this module, as numba keeps compiled code by the file of the function
+that calls it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -25,210 +28,312 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     MASK64,
 )
 from vllm.distributed.kv_transfer.kv_checksum.jit import jit
-from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
-    LayerView,
-    SumRows,
-    rows_of_states,
+from vllm.distributed.kv_transfer.kv_checksum.worker.kernels.layer_table import (
+    layer_tables,
 )
+from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView, SumRows
 
-_ONE, _TWO, _32, _33 = (np.uint64(n) for n in (1, 2, 32, 33))
+_ONE, _TWO = np.uint64(1), np.uint64(2)
 _NEXT_FACTOR = np.uint64(2 * GOLDEN_FACTOR & MASK64)
-_FOLD, _LOW32 = np.uint64(FOLD_FACTOR), np.uint64(2**32 - 1)
 
-_CHUNK = 128
-"""Pieces of a run between two looks ahead."""
-
-_AHEAD, _CACHE_LINE = 1024, 8
-"""Pieces of 8 bytes: how far a run looks ahead, and how many come at once."""
-
-_ROWS_AHEAD, _NEAR = 2, 16
-"""How many rows ahead a unit is prefetched, and how many cache lines of it at most.
-
-Processors do not guess where the next unit is if blocks are in random order.
-"""
-
-_UNSIGNED = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
+_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 
 
-@jit
-def _term(x, weight):
-    y = (x ^ (x >> _33)) * weight
-    folded = (y >> _32) * _FOLD
-    return y ^ ((folded ^ (folded >> _32)) & _LOW32)
+class _Vectors:
+    """Build instructions on vectors of 64-bit integers."""
 
+    def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
+        self.builder, self.lanes = builder, lanes
+        self.type = ir.VectorType(_INT64, lanes)
+        self.indices = ir.Constant(self.type, list(range(lanes)))
 
-@intrinsic
-def _prefetch(typing_context, array, index):
-    """Prefetch an element that is read soon; an index past the end does no harm."""
+    def same(self, value: ir.Value | int) -> ir.Value:
+        """Return a vector of one value in every lane."""
+        if isinstance(value, int):
+            return ir.Constant(self.type, [value] * self.lanes)
+        undefined, first = ir.Constant(self.type, ir.Undefined), ir.Constant(_INT32, 0)
+        one = self.builder.insert_element(undefined, value, first)
+        lanes = ir.Constant(ir.VectorType(_INT32, self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(one, undefined, lanes)
 
-    def generate(context, builder, signature, arguments):
-        array_type = signature.args[0]
-        held = context.make_array(array_type)(context, builder, arguments[0])
-        element = cgutils.get_item_pointer(
-            context, builder, array_type, held, [arguments[1]]
-        )
-        address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    def terms(self, x: ir.Value, weights: ir.Value) -> ir.Value:
+        """Return the terms of pieces; that of a piece that is 0 is 0."""
+        b, n32 = self.builder, self.same(32)
+        y = b.mul(b.xor(x, b.lshr(x, self.same(33))), weights)
+        folded = b.mul(b.lshr(y, n32), self.same(FOLD_FACTOR))
+        folded = b.xor(folded, b.lshr(folded, n32))
+        return b.xor(y, b.and_(folded, self.same(2**32 - 1)))
+
+    def sum(self, vector: ir.Value) -> ir.Value:
+        name = f"llvm.vector.reduce.add.v{self.lanes}i64"
         function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [address, number, number, number]),
+            self.builder.module, ir.FunctionType(_INT64, [self.type]), name
+        )
+        return self.builder.call(function, [vector])
+
+    def first_lanes(self, number: ir.Value) -> ir.Value:
+        return self.builder.icmp_signed("<", self.indices, self.same(number))
+
+    def load(self, place: ir.Value, mask: ir.Value | None) -> ir.Value:
+        """Load consecutive elements; 0 for lanes that are masked out.
+
+        The address may be any: vectors of whole caches are not aligned.
+        """
+        element = place.type.pointee
+        kind = ir.VectorType(element, self.lanes)
+        place = self.builder.bitcast(place, kind.as_pointer())
+        if mask is None:
+            return self.builder.load(place, align=1)
+        bits = ir.VectorType(ir.IntType(1), self.lanes)
+        function = cgutils.get_or_insert_function(
+            self.builder.module,
+            ir.FunctionType(kind, [place.type, _INT32, bits, kind]),
+            f"llvm.masked.load.v{self.lanes}i{element.width}.p0",
+        )
+        zeros = ir.Constant(kind, [0] * self.lanes)
+        return self.builder.call(function, [place, ir.Constant(_INT32, 1), mask, zeros])
+
+    def pieces(self, elements: Sequence[ir.Value]) -> ir.Value:
+        """Join vectors of a piece's first, second ... elements to one of pieces."""
+        b = self.builder
+        elements = list(elements)
+        while len(elements) > 1:
+            width = 2 * elements[0].type.element.width
+            order = [n for k in range(self.lanes) for n in (k, self.lanes + k)]
+            order = ir.Constant(ir.VectorType(_INT32, 2 * self.lanes), order)
+            joined = ir.VectorType(ir.IntType(width), self.lanes)
+            elements = [
+                b.bitcast(b.shuffle_vector(low, high, order), joined)
+                for low, high in zip(elements[::2], elements[1::2], strict=True)
+            ]
+        return (
+            elements[0]
+            if elements[0].type == self.type
+            else b.zext(elements[0], self.type)
+        )
+
+    def prefetch(self, place: ir.Value) -> None:
+        """Prefetch what is read soon; an address that is none does no harm."""
+        address = ir.IntType(8).as_pointer()
+        function = cgutils.get_or_insert_function(
+            self.builder.module,
+            ir.FunctionType(ir.VoidType(), [address, _INT32, _INT32, _INT32]),
             "llvm.prefetch.p0i8",
         )
         # The arguments mean: for reading, keep in cache, data.
-        how = [ir.Constant(number, value) for value in (0, 3, 1)]
-        builder.call(function, [builder.bitcast(element, address), *how])
-        return context.get_dummy_value()
+        how = [ir.Constant(_INT32, value) for value in (0, 3, 1)]
+        self.builder.call(function, [self.builder.bitcast(place, address), *how])
 
-    return types.void(array, index), generate
+
+def _grid_of(parts: int) -> Callable[..., Any]:
+    """Make the function that sums a grid of pieces of `parts` elements each."""
+
+    @intrinsic
+    def grid(
+        typing_context,
+        like,
+        address,
+        at,
+        ahead,
+        rows,
+        row_stride,
+        row_step,
+        columns,
+        apart,
+        weight,
+        step,
+    ):
+        """Sum `rows` rows of `columns` pieces, in elements of the type of `like`.
+
+        Element `k` of piece `(i, j)` is at ``at + i*row_stride + j + k*apart`` behind
+        `address`, its weight is ``weight + i*row_step + j*step``. What lies `ahead`
+        elements behind each piece is prefetched.
+        """
+        size = like.dtype.bitwidth
+
+        def generate(context, builder, signature, arguments):
+            if not 16 <= parts * size <= 64:  # There are no such pieces.
+                return ir.Constant(_INT64, 0)
+            (_, address, at, ahead, rows, row_stride, row_step, columns, apart) = (
+                arguments[:9]
+            )
+            weight, step = arguments[9:]
+            # Elements that lie apart are of tokens, of which a unit has mostly 16.
+            vectors = _Vectors(builder, 8 if parts == 1 else 16)
+            memory = builder.inttoptr(address, ir.IntType(size).as_pointer())
+            many = ir.Constant(_INT64, vectors.lanes)
+            total = cgutils.alloca_once_value(builder, vectors.same(0))
+            weights = cgutils.alloca_once(builder, vectors.type)
+            ramp = builder.mul(vectors.indices, vectors.same(step))
+            whole = builder.sdiv(columns, many)
+            rest = builder.sub(columns, builder.mul(whole, many))
+            in_rest = vectors.first_lanes(rest)
+            is_rest = builder.icmp_signed(">", rest, ir.Constant(_INT64, 0))
+
+            def after(first: ir.Value, number: ir.Value, step: ir.Value) -> ir.Value:
+                return builder.add(first, builder.mul(number, step))
+
+            def begin(first: ir.Value) -> None:
+                builder.store(builder.add(vectors.same(first), ramp), weights)
+
+            def add(place: ir.Value, mask: ir.Value | None, then: ir.Value) -> None:
+                """Add the terms at a place; `then` is the step to the next weights."""
+                elements = []
+                for _ in range(parts):
+                    elements.append(vectors.load(builder.gep(memory, [place]), mask))
+                    vectors.prefetch(builder.gep(memory, [builder.add(place, ahead)]))
+                    place = builder.add(place, apart)
+                held = builder.load(weights)
+                terms = vectors.terms(vectors.pieces(elements), held)
+                builder.store(builder.add(builder.load(total), terms), total)
+                builder.store(builder.add(held, then), weights)
+
+            def by_rows() -> None:
+                then = vectors.same(builder.mul(step, many))
+                with cgutils.for_range(builder, rows) as row:
+                    begin(after(weight, row.index, row_step))
+                    place = after(at, row.index, row_stride)
+                    with cgutils.for_range(builder, whole) as column:
+                        add(after(place, column.index, many), None, then)
+                    with builder.if_then(is_rest):
+                        add(after(place, whole, many), in_rest, then)
+
+            def by_columns() -> None:
+                then = vectors.same(row_step)
+
+                def add_rows(column: ir.Value, mask: ir.Value | None) -> None:
+                    begin(after(weight, builder.mul(column, many), step))
+                    place = after(at, column, many)
+                    with cgutils.for_range(builder, rows) as row:
+                        add(after(place, row.index, row_stride), mask, then)
+
+                with cgutils.for_range(builder, whole) as column:
+                    add_rows(column.index, None)
+                with builder.if_then(is_rest):
+                    add_rows(whole, in_rest)
+
+            # The inner loop is the one of more vectors.
+            by_rows() if parts == 1 else by_columns()
+            return vectors.sum(builder.load(total))
+
+        number = types.int64
+        signature = types.uint64(
+            like,
+            *[number] * 5,
+            types.uint64,
+            number,
+            number,
+            types.uint64,
+            types.uint64,
+        )
+        return signature, generate
+
+    return grid
+
+
+_grid_of_1, _grid_of_2, _grid_of_4, _grid_of_8 = map(_grid_of, (1, 2, 4, 8))
 
 
 @intrinsic
-def _element(typing_context, array, index):
-    """Read an element, as ``array[index]`` does for an index that is not negative.
-
-    Runs are short, and a slice of an array would count its users twice per run.
-    """
+def _pointer(typing_context, address):
+    """Return an address as a pointer."""
 
     def generate(context, builder, signature, arguments):
-        array_type = signature.args[0]
-        held = context.make_array(array_type)(context, builder, arguments[0])
-        element = cgutils.get_item_pointer(
-            context, builder, array_type, held, [arguments[1]]
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@jit
+def _grid(parts, like, address, at, ahead, rows, stride, row_step, n, apart, w, step):
+    """Sum a grid of pieces of `parts` elements; the others are as of `_grid_of`."""
+    if parts == 1:
+        return _grid_of_1(
+            like, address, at, ahead, rows, stride, row_step, n, apart, w, step
         )
-        return builder.load(element)
-
-    return array.dtype(array, index), generate
+    if parts == 2:
+        return _grid_of_2(
+            like, address, at, ahead, rows, stride, row_step, n, apart, w, step
+        )
+    if parts == 4:
+        return _grid_of_4(
+            like, address, at, ahead, rows, stride, row_step, n, apart, w, step
+        )
+    return _grid_of_8(
+        like, address, at, ahead, rows, stride, row_step, n, apart, w, step
+    )
 
 
 @jit
-def _run(flat, at, number, weight, step):
-    """Sum `number` pieces from index `at` under ``weight + step * i``.
+def _tokens(like, layer, at, ahead, number, factors, first):
+    """Sum the first `number` tokens of a unit, or of a part of it, at index `at`.
 
-    Prefetch if the run is long. The arithmetic leaves the processor no room to look as
-    far ahead as memory is slow: it reaches 85% of the speed of a plain read without
-    prefetching, and 95% with it.
+    Args:
+        like: see `_sum_layers`.
+        layer: an element of its `layers`.
+        at: where the tokens begin, in elements from where the layer's units begin.
+        ahead: how many elements behind the unit that lies is prefetched meanwhile.
+        number: of tokens.
+        factors: see `_sum_layers`.
+        first: number of the first piece of the first token in its slice, uint64.
+
     """
+    address, width, parts = layer.address, layer.width, layer.elements_per_piece
     total = np.uint64(0)
-    while number >= _CHUNK:
-        for i in range(0, _CHUNK, _CACHE_LINE):
-            _prefetch(flat, at + i + _AHEAD)
-        # A slice is worth its cost here: its loop is compiled better.
-        chunk = flat[at : at + _CHUNK]
-        for i in range(_CHUNK):
-            total += _term(np.uint64(chunk[i]), weight + step * np.uint64(i))
-        number -= _CHUNK
-        at += _CHUNK
-        weight += step * np.uint64(_CHUNK)
-    for i in range(number):
-        x = np.uint64(_element(flat, at + i))
-        total += _term(x, weight + step * np.uint64(i))
-    return total
-
-
-@jit
-def _run_apart(flat, at, stride, number, weight, step):
-    """Sum as `_run` does; pieces lie `stride` apart."""
-    total = np.uint64(0)
-    for i in range(number):
-        x = np.uint64(_element(flat, at + i * stride))
-        total += _term(x, weight + step * np.uint64(i))
-    return total
-
-
-@jit
-def _run_of_2(flat, at, stride, number, bits, weight, step):
-    """Sum as `_run` does; element `k` of piece `i` is ``flat[at + k*stride + i]``."""
-    total = np.uint64(0)
-    for i in range(number):
-        x = np.uint64(_element(flat, at + i))
-        x |= np.uint64(_element(flat, at + stride + i)) << bits
-        total += _term(x, weight + step * np.uint64(i))
-    return total
-
-
-@jit
-def _run_of_4(flat, at, stride, number, bits, weight, step):
-    total = np.uint64(0)
-    for i in range(number):
-        low = np.uint64(_element(flat, at + i))
-        low |= np.uint64(_element(flat, at + stride + i)) << bits
-        high = np.uint64(_element(flat, at + 2 * stride + i))
-        high |= np.uint64(_element(flat, at + 3 * stride + i)) << bits
-        x = low | high << (_TWO * bits)
-        total += _term(x, weight + step * np.uint64(i))
-    return total
-
-
-@jit
-def _short_run(flat, at, stride, number, parts, bits, weight, step):
-    """Sum as `_run_of_4` does; element `k` of piece `i` is ``flat[at + k*stride + i]``.
-
-    This serves any number of parts, and tiles of two tokens, which no SIMD fits.
-    """
-    total = np.uint64(0)
-    for i in range(number):
-        x, shift, element = np.uint64(0), np.uint64(0), at + i
-        for _ in range(parts):
-            x |= np.uint64(flat[element]) << shift
-            shift += bits
-            element += stride
-        total += _term(x, weight + step * np.uint64(i))
-    return total
-
-
-@jit
-def _tokens(flat, at, number, shape, strides, factors, first, per_token):
-    """Sum the first `number` tokens of a unit, or of a part of it, at index `at`."""
-    _, _, _, _, heads, _, width = shape
-    _, _, _, _, head_stride, token_stride, piece_stride = strides
-    total = np.uint64(0)
-    if head_stride == 1 and piece_stride != 1:
+    if layer.head_stride == 1 and layer.piece_stride != 1:
         for token in range(number):
             for piece in range(width):
-                begin = at + token * token_stride + piece * piece_stride
-                odd = _TWO * (first + np.uint64(token * per_token + piece)) + _ONE
-                total += _run(flat, begin, heads, factors[0] * odd, _NEXT_FACTOR * odd)
-        return total
-    # Tokens whose pieces follow one another are summed as one run.
-    dense = token_stride == width * piece_stride and width == per_token
-    runs, length = (1, number * width) if dense else (number, width)
-    # Heads and tokens are visited in the order of memory.
-    by_token = head_stride < token_stride
-    outer, inner = (runs, heads) if by_token else (heads, runs)
-    for i in range(outer):
-        for k in range(inner):
-            token, head = (i, k) if by_token else (k, i)
-            begin = at + head * head_stride + token * token_stride
-            j = first + np.uint64(token * per_token)
-            step = _TWO * factors[head]
-            weight = factors[head] * (_TWO * j + _ONE)
-            if piece_stride == 1:
-                total += _run(flat, begin, length, weight, step)
-            else:
-                total += _run_apart(flat, begin, piece_stride, length, weight, step)
-    return total
-
-
-@jit
-def _tokens_of_elements(
-    flat, at, number, shape, strides, factors, first, per_token, parts, bits
-):
-    """Sum as `_tokens` does, for pieces of 2, 4 or 8 elements, tokens side by side."""
-    _, _, _, _, heads, _, width = shape
-    _, _, _, _, head_stride, _, stride = strides
-    total = np.uint64(0)
-    for head in range(heads):
-        step = factors[head] * np.uint64(2 * per_token)
-        for piece in range(width // parts):
-            weight = factors[head] * (_TWO * (first + np.uint64(piece)) + _ONE)
-            begin = at + head * head_stride + piece * parts * stride
-            if parts == 8 or number <= 2:
-                total += _short_run(
-                    flat, begin, stride, number, parts, bits, weight, step
+                begin = at + token * layer.token_stride + piece * layer.piece_stride
+                odd = _TWO * (first + np.uint64(token * layer.pieces + piece)) + _ONE
+                weight, step = factors[layer.first_factor] * odd, _NEXT_FACTOR * odd
+                total += _grid_of_1(
+                    like,
+                    address,
+                    begin,
+                    ahead,
+                    1,
+                    0,
+                    step,
+                    layer.heads,
+                    0,
+                    weight,
+                    step,
                 )
-            elif parts == 2:
-                total += _run_of_2(flat, begin, stride, number, bits, weight, step)
-            else:
-                total += _run_of_4(flat, begin, stride, number, bits, weight, step)
+        return total
+    # A row of a grid is what is contiguous: a token's pieces, those of all tokens, one
+    # piece of every token, or a single piece.
+    grids, rows, per_row, row_stride = 1, width // parts, 1, parts * layer.piece_stride
+    if parts == 1 and layer.piece_stride == 1 and width > 1:
+        columns, per_column = width, 1
+        rows, per_row, row_stride = number, layer.pieces, layer.token_stride
+        if row_stride == width and width == layer.pieces:
+            columns, rows = number * width, 1
+    elif layer.token_stride == 1:
+        columns, per_column = number, layer.pieces
+    else:
+        grids, columns, per_column = number, 1, 1
+    for head in range(layer.heads):
+        factor = factors[layer.first_factor + head]
+        to_prefetch = layer.elements_ahead
+        if to_prefetch == 0:
+            to_prefetch = layer.heads_ahead * layer.head_stride
+            if head + layer.heads_ahead >= layer.heads:
+                to_prefetch += ahead - layer.heads * layer.head_stride
+        for grid in range(grids):
+            total += _grid(
+                parts,
+                like,
+                address,
+                at + head * layer.head_stride + grid * layer.token_stride,
+                to_prefetch,
+                rows,
+                row_stride,
+                _TWO * factor * np.uint64(per_row),
+                columns,
+                layer.piece_stride,
+                factor * (_TWO * (first + np.uint64(grid * layer.pieces)) + _ONE),
+                _TWO * factor * np.uint64(per_column),
+            )
     return total
 
 
@@ -255,133 +360,86 @@ def _divided(number, by, exponent):
 
 
 @jit
-def _place(unit, shape, strides, of_block, of_inner):
+def _place(unit, layer, of_block, of_inner):
     """Return where a unit begins, in elements from where the layer's units begin."""
-    _, outer, inner, _, _, _, _ = shape
-    block, unit = _divided(unit, outer * inner, of_block)
-    kernel_block, unit = _divided(unit, inner, of_inner)
-    return block * strides[0] + kernel_block * strides[1] + unit * strides[2]
+    block, unit = _divided(unit, layer.outer * layer.inner, of_block)
+    kernel_block, unit = _divided(unit, layer.inner, of_inner)
+    at = block * layer.block_stride + kernel_block * layer.outer_stride
+    return at + unit * layer.inner_stride
 
 
 @jit
-def _sum_rows(
-    flat,
-    offset,
-    shape,
-    strides,
+def _sum_layers(
+    like,
+    layers,
     factors,
-    per_token,
-    skip,
-    parts,
-    bits,
-    state_ratio,
-    rows,
-    out,
+    number,
+    rows_at,
+    row_stride,
+    number_stride,
+    out_at,
+    out_stride,
 ):
-    """Add each row's sum to `out` (uint64).
+    """Add the sums of all layers to `out`.
+
+    Rows and sums are given by their addresses and strides, so that there is one
+    variant whatever they are slices of, and a call costs little.
 
     Args:
-        flat: the storage, as unsigned pieces or elements.
-        offset: where the layer's `units` begin in it.
-        shape: the shape of `units`.
-        strides: the strides of `units`.
-        factors: uint64 ``(heads,)``.
-        per_token: the layer's `pieces`.
-        skip: the layer's `first_piece`.
-        parts: the layer's `elements_per_piece`.
-        bits: width of an element, uint64.
-        state_ratio: numerator and denominator of the tokens per state.
-        rows: int64 ``(3, n)``, see `SumRows`.
-        out: uint64 ``(n,)``.
+        like: an empty array of the unsigned type of the layers' elements.
+        layers: see `LayerTable`.
+        factors: uint64, those of all layers.
+        number: of rows.
+        rows_at: address of the rows, int64 ``(3, number)``, see `SumRows`.
+        row_stride: their first stride.
+        number_stride: their second stride.
+        out_at: address of the sums, int64 ``(number,)``.
+        out_stride: their stride.
 
     """
-    _, outer, inner, parts_of_unit, heads, tokens, width = shape
-    per_state, states = state_ratio
-    of_state = _exponent(per_state)
-    of_inner, of_block = _exponent(inner), _exponent(outer * inner)
-    one_run = parts == 1 and heads == 1 and strides[6] == 1
-    one_run = one_run and strides[5] == width and width == per_token
-    line = 512 // np.int64(bits)
-    lines = min(tokens * width // line + 1, _NEAR)
-    for row in range(rows.shape[1]):
-        # States stand for tokens from here on. Positions are not negative.
-        first_token, _ = _divided(rows[1, row] * states, per_state, of_state)
-        tokens_end = rows[1, row] + rows[2, row]
-        end, _ = _divided(tokens_end * states, per_state, of_state)
-        valid = end - first_token
-        if valid <= 0:
-            continue
-        if row + _ROWS_AHEAD < rows.shape[1]:
-            ahead = _place(
-                rows[0, row + _ROWS_AHEAD], shape, strides, of_block, of_inner
-            )
-            for i in range(lines):
-                _prefetch(flat, offset + ahead + i * line)
-        begin = offset + _place(rows[0, row], shape, strides, of_block, of_inner)
-        for part in range(parts_of_unit):
-            number = min(tokens, valid - part * tokens)
-            if number <= 0:
-                break
-            at = begin + part * strides[3]
-            first = np.uint64((first_token + part * tokens) * per_token + skip)
-            if one_run:
-                weight = factors[0] * (_TWO * first + _ONE)
-                out[row] += _run(flat, at, number * width, weight, _TWO * factors[0])
-            elif parts == 1:
-                out[row] += _tokens(
-                    flat, at, number, shape, strides, factors, first, per_token
-                )
-            else:
-                out[row] += _tokens_of_elements(
-                    flat,
-                    at,
-                    number,
-                    shape,
-                    strides,
-                    factors,
-                    first,
-                    per_token,
-                    parts,
-                    bits,
-                )
+    rows = carray(_pointer(rows_at), 2 * row_stride + number * number_stride, np.int64)
+    out = carray(_pointer(out_at), number * out_stride, np.uint64)
+    for index in range(len(layers)):
+        layer = layers[index]
+        per_state, every = layer.tokens_per_states, layer.units_per_state
+        of_state = _exponent(per_state)
+        of_inner = _exponent(layer.inner)
+        of_block = _exponent(layer.outer * layer.inner)
+        look = layer.units_ahead * every
+        # A state that spans several units ends in the last of them.
+        for row in range(every - 1, number, every):
+            unit = rows[row * number_stride]
+            token = rows[row * number_stride + row_stride]
+            tokens = rows[row * number_stride + 2 * row_stride]
+            # States stand for tokens from here on. Positions are not negative.
+            first, _ = _divided(token * layer.states, per_state, of_state)
+            end, _ = _divided((token + tokens) * layer.states, per_state, of_state)
+            valid = end - first
+            if valid <= 0:
+                continue
+            begin = _place(unit, layer, of_block, of_inner)
+            later = rows[min(row + look, number - 1) * number_stride]
+            ahead = _place(later, layer, of_block, of_inner) - begin
+            total = np.uint64(0)
+            for part in range(layer.parts):
+                held = min(layer.tokens, valid - part * layer.tokens)
+                if held <= 0:
+                    break
+                state = first + part * layer.tokens
+                piece = np.uint64(state * layer.pieces + layer.first_piece)
+                at = begin + part * layer.part_stride
+                total += _tokens(like, layer, at, ahead, held, factors, piece)
+            out[row * out_stride] += total
 
 
 def prepare(layers: Sequence[LayerView]) -> SumRows:
     """Build the function that sums `layers`; the caches must stay where they are."""
-    by_states: dict[int, list[tuple[Any, ...]]] = {}
-    for layer in layers:
-        by_states.setdefault(layer.units_per_state, []).append(_arguments(layer))
+    tables = layer_tables(layers)
 
     def run(rows: torch.Tensor, out: torch.Tensor) -> None:
-        for every, arguments in by_states.items():
-            ends, sums = rows_of_states(rows, out, every)
-            # Arrays that are not contiguous would be a type of their own to numba, and
-            # the first of them would compile everything again, in an engine step.
-            own_rows, own_sums = ends.contiguous(), sums.contiguous()
-            values = own_sums.numpy().view(np.uint64)
-            for layer in arguments:
-                _sum_rows(*layer, own_rows.numpy(), values)
-            if not sums.is_contiguous():
-                sums.copy_(own_sums)
+        number = rows.shape[1]
+        at, sums = (rows.data_ptr(), *rows.stride()), (out.data_ptr(), *out.stride())
+        for table in tables:
+            _sum_layers(table.like, table.layers, table.factors, number, *at, *sums)
 
     return run
-
-
-def _arguments(layer: LayerView) -> tuple[Any, ...]:
-    """Return the arguments of `_sum_rows` that depend on the layer alone."""
-    units = layer.units
-    size = units.element_size()
-    flat = torch.empty(0, dtype=units.dtype)
-    flat.set_(units.untyped_storage())
-    return (
-        flat.numpy().view(_UNSIGNED[size]),
-        units.storage_offset(),
-        tuple(units.shape),
-        units.stride(),
-        layer.factors.numpy().view(np.uint64),
-        layer.pieces,
-        layer.first_piece,
-        layer.elements_per_piece,
-        np.uint64(8 * size),
-        layer.state_ratio,
-    )
