@@ -226,6 +226,23 @@ def test_a_payload_of_the_first_turn_does_not_do(model):
     assert p.loads("unverified") == p.stats["unverified:num_tokens"] == 1
 
 
+def test_tokens_computed_behind_the_last_one_are_unverified(model):
+    """Where drafts behind a stop token were accepted, vLLM offers their KV as well."""
+    p, d = pair(model)
+
+    def accept_drafts(reports):
+        request = d.scheduler.requests.get("turn1")
+        if request is not None and request.num_output_tokens == 19:
+            request.num_computed_tokens += 2
+
+    d.on_reports = accept_drafts
+    request, params = first_turn(p, d)
+    assert params["remote_num_tokens"] == request.num_tokens + 1 == 71
+    assert payload_of(params).num_tokens == 70
+    second_turn(p, d, request, params)
+    assert p.loads("unverified") == p.stats["unverified:num_tokens"] == 1
+
+
 @AHEAD
 def test_an_answer_waits_for_its_sums_and_nobody_else_does(model, ahead):
     """Its last output comes one step later, or two, whole; others come as ever."""
