@@ -19,6 +19,11 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumCarrier,
 )
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
+from vllm.distributed.kv_transfer.kv_checksum.checksum import (
+    KVChecksumBlocks,
+    KVChecksumScheduled,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.answers import PendingAnswers
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.engine import FinishReason
 
@@ -327,23 +332,45 @@ def test_aborted_while_its_answer_waits(model):
     assert not any(n for name, n in d.tables().items() if name != "loading")
 
 
-def test_answers_of_one_id_are_kept_apart(model):
+def test_answers_of_one_id_are_kept_apart():
     """A client may use an id again before the first answer has left."""
-    p, d = pair(model, None, dict(async_scheduling=True))
-    answers = []
-    for number in (50, 80):
-        prompt = tokens(number, number)
+    answers, requests, asked = PendingAnswers(), [], []
+    for seq in (1, 2):
+        request = SimpleNamespace(request_id="same", client_index=0)
+        scheduled = KVChecksumScheduled()
+        answers.start(request, KVChecksumBlocks(16, {}, seq), [[1]], scheduled)
+        requests.append(request)
+        asked.append(scheduled)
+        answers.exchange({})
+    summed = [answers.take_summed(scheduled) for scheduled in asked]
+    assert [[a.request for a in found] for found in summed] == [[r] for r in requests]
+
+
+@AHEAD
+def test_answers_that_end_one_after_the_other_have_their_own_sums(model, ahead):
+    p, d = pair(model, None, dict(async_scheduling=ahead))
+    requests = []
+    for number in range(4):
+        prompt = tokens(50, number)
         params = rig.prefill(p, f"p{number}", prompt)
-        request = d.add("same", prompt, params, max_tokens=3)
-        while not request.is_finished():
-            d.step(p)
-        # Its blocks stay; its name is free.
-        d.scheduler.requests[f"was-{number}"] = d.scheduler.requests.pop("same")
-    for _ in range(4):
+        requests.append(d.add(f"turn{number}", prompt, params, max_tokens=5 + number))
+    for _ in range(20):
         d.step(p)
-    answers = [o for o in d.results["same"] if o.finish_reason is not None]
-    sent = [payload_of(o.kv_transfer_params).num_tokens for o in answers]
-    assert sorted(sent) == [52, 82]
+    for number, request in enumerate(requests):
+        out = d.results[request.request_id][-1]
+        assert out.finish_reason == FinishReason.LENGTH
+        assert payload_of(out.kv_transfer_params).num_tokens == 54 + number
+
+
+def test_steps_without_such_answers_do_not_look_at_outputs(model):
+    p, d = pair(model)
+    exchange = d.scheduler.kv_checksum.exchange_answers
+    exchange(None)
+    request, params = first_turn(p, d)
+    exchange(None)
+    second_turn(p, d, request, params)
+    exchange(None)
+    assert p.loads("verified") == 1
 
 
 @AHEAD
