@@ -8,7 +8,6 @@ NumPy from the blocks that the answer names.
 """
 
 import base64
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +28,6 @@ from vllm.v1.engine import FinishReason
 
 from .rig import hybrid, reference
 from .rig import instances as rig
-from .rig import real_workers as real
 from .rig.instances import MODES, RequestStatus, tokens
 
 BOTH = dict(
@@ -408,26 +406,3 @@ def test_only_parameters_carry_anything_back(carrier):
     assert carrier.of_request(request, receiving=True) is (carrier if back else None)
     params.update(do_remote_prefill=True)
     assert carrier.of_request(request, receiving=True) is carrier
-
-
-def test_over_real_nixl(model):
-    """D's worker hands the blocks out, and P's reads them, through NIXL itself."""
-    with ExitStack() as stack:
-        p, d = (
-            real.real_instance(stack, model, role, "pull", **BOTH)
-            for role in ("kv_producer", "kv_consumer")
-        )
-        names = (f"cmpl-{n}-0-aaaaaaaa" for n in range(6))
-        for bad in (False, True):
-            prompt = tokens(100, bad)
-            params = rig.prefill(p, next(names), prompt)
-            request = d.add(next(names), prompt, params, max_tokens=20)
-            real.run(p, d, lambda r=request: r.is_finished() and not d.held_answers())
-            params = d.results[request.request_id][-1].kv_transfer_params
-            if bad:
-                p.damage = flip_in_place(3, 4)
-            longer = [*request.all_token_ids, *tokens(40, 2)]
-            second = p.add(next(names), longer, params)
-            real.run(p, d, second.is_finished)
-        assert p.loads("verified") == p.loads("mismatch") == 1
-        assert p.stats["loads_started"] == 2
