@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 from rig import verdicts
-from rig.routing import prefill
 from rig.servers import NIXL, Server, serving
 
 from e2e import pairs
@@ -137,44 +136,3 @@ def test_a_connector_of_ones_own_that_loads_in_the_step(connector, mode, text, c
         recomputed = d.metric("vllm:kv_checksum_recomputed_total")
         assert recomputed == (mode == "recompute")
     assert d.log_text().count("KV checksums not verified: sync_load") == 1
-
-
-def test_a_second_turn_is_loaded_from_the_decode_instance(common):
-    """P loads what D decoded, which D summed for nobody; D loads the whole prompt."""
-    both = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
-    p, d = (
-        Server(
-            f"unchecked-turns-{role}",
-            f"kv_{role}",
-            transfer={
-                "enable_kv_checksum": True,
-                "kv_connector_extra_config": both,
-            },
-            **common,
-        )
-        for role in ("producer", "consumer")
-    )
-    with serving(p, d):
-        prompt = pairs.prompt_of(150, 920)
-        params = prefill(p, prompt, request_id="turn-1")
-        first = d.completions(
-            prompt, 20, params, request_id="turn-1", return_token_ids=True
-        ).json()
-        decoded = first["choices"][0]["token_ids"]
-        assert len(decoded) == 20
-        second = [*prompt, *decoded, *pairs.prompt_of(60, 921)]
-        turn = p.completions(
-            second, 1, first["kv_transfer_params"], request_id="turn-2"
-        ).json()
-        assert pairs.external_tokens(p) > 0, "P loaded nothing of D"
-        answer = d.completions(
-            second, MAX_TOKENS, turn["kv_transfer_params"], request_id="turn-2"
-        )
-        assert [pairs.text_of(answer)] == pairs.reference_texts(p, [second], MAX_TOKENS)
-        assert verdicts.settled(p).judged == {
-            **dict.fromkeys(verdicts.settled(p).judged, 0),
-            ("unverified", verdicts.NOT_SUMMED): 1,
-        }
-        assert pairs.unverified(p, "from_decode") == 1
-        assert pairs.loads(d) == {"verified": 2, "mismatch": 0, "unverified": 0}
-    assert "KV checksums not verified: from_decode" in p.log_text()

@@ -88,6 +88,7 @@ PATCHES = (
     Patch(
         "nixl-pull",
         ("nixl_pull",),
+        tests=("from_decode",),
         files=(f"{_TRANSPORTS}/nixl_pull.py",),
     ),
     Patch(

@@ -92,7 +92,7 @@ def unverified_key(reason: Unverified) -> str:
 
 
 def unsent_key(reason: Unverified) -> str:
-    """Return the key that counts finished prefills not sent for `reason`."""
+    """Return the key that counts finished requests not sent for `reason`."""
     return f"unsent:{reason.value}"
 
 

@@ -56,8 +56,9 @@ class KVChecksumCarrier(Enum):
     ) -> "KVChecksumCarrier | None":
         """Return this carrier if a prefill of `request` is sent, or its result loaded.
 
-        Return None for a request that is neither, and for a load from a decode
-        instance.
+        Return None for a request that is neither. What a decode instance computed is
+        carried in its answer's ``kv_transfer_params`` alone: for a load of it, other
+        carriers return None, too.
 
         Args:
             request: the request that is sent or loaded.
@@ -65,7 +66,8 @@ class KVChecksumCarrier(Enum):
 
         """
         if receiving:
-            return None if is_from_decode(request) else self
+            carries_back = self is KVChecksumCarrier.KV_TRANSFER_PARAMS
+            return self if carries_back or not is_from_decode(request) else None
         return self if transfer_params(request).get("do_remote_decode") else None
 
 

@@ -34,7 +34,7 @@ class Unverified(str, Enum):
     SYNC_LOAD = "sync_load"
     """It was loaded in the step that used it."""
     FROM_DECODE = "from_decode"
-    """A decode instance sent it, which sums nothing."""
+    """A decode instance sent it, and its connector carries nothing back."""
     NOT_IN_LEDGER = "not_in_ledger"
     """This instance does not know, or not any more, what the KV must be."""
 

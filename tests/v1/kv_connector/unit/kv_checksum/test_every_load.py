@@ -189,31 +189,6 @@ def test_prefill_counts_before_decode_in_a_load_s_parameters(
     assert (reason == FinishReason.ERROR) == (bad and mode == "fail")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_loads_from_a_decode_instance(model, mode):
-    """P's second turn: fail-closed it computes what D had decoded, or refuses."""
-    both = dict(
-        kv_connector_extra_config=dict(
-            bidirectional_kv_xfer=True, kv_recompute_threshold=0
-        )
-    )
-    p, d = rig.pair(model, MODES[mode], None, **both)
-    prompt = rig.tokens(50)
-    request, out = rig.load(p, d, 50, "turn1", prompt=prompt)
-    longer = [*request.all_token_ids, *rig.tokens(40, 1)]
-    p.scheduled.clear()
-    second = p.add("turn2", longer, out.kv_transfer_params)
-    for _ in range(12):
-        p.step(d)
-        d.step(p)
-    assert second.is_finished()
-    assert p.stats["loads_started"] == p.stats["unverified:from_decode"] == 1
-    reason = p.results["turn2"][-1].finish_reason
-    assert (reason == FinishReason.ERROR) == (mode == "fail")
-    computed = sum(n for _, n in p.scheduled)
-    assert {"open": computed < 90, "fail": not computed}.get(mode, computed >= 90)
-
-
 @pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "inside another"])
 def test_a_stored_mismatch_names_the_store(model, wrapped, log):
     """Name the store that served the load, behind MultiConnector, too (case 12)."""

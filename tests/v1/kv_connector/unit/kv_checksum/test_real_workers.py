@@ -11,6 +11,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm.distributed.kv_transfer.kv_checksum.fault_drill import damage
 from vllm.distributed.kv_transfer.kv_checksum.metrics import VERDICTS
@@ -298,3 +299,31 @@ def test_damage_to_payloads_is_seen(pair, kind):
     load(p, d, tokens(100, next(_numbers)))
     seen = "mismatch" if kind == "other_request_payload" else "unverified"
     assert (d.loads("verified"), d.loads(seen)) == (1, 1)
+
+
+def test_what_d_decoded_is_read_back_and_verified(model):
+    """D hands the blocks out, and P reads and checks them in the next turn."""
+    options = dict(bidirectional_kv_xfer=True, kv_recompute_threshold=0)
+    with ExitStack() as stack:
+        p, d = (
+            real.real_instance(
+                stack, model, role, "pull", kv_connector_extra_config=options
+            )
+            for role in ("kv_producer", "kv_consumer")
+        )
+        for bad in (False, True):
+            request = start_load(p, d, tokens(100, next(_numbers)), max_tokens=20)
+            real.run(p, d, lambda r=request: r.is_finished() and not d.held_answers())
+            params = d.results[request.request_id][-1].kv_transfer_params
+            if bad:
+                p.damage = flip_in_the_last_block
+            longer = [*request.all_token_ids, *tokens(40, next(_numbers))]
+            second = p.add(names()[0], longer, params)
+            real.run(p, d, second.is_finished)
+        assert p.loads("verified") == p.loads("mismatch") == 1
+        assert p.stats["loads_started"] == 2
+
+
+def flip_in_the_last_block(p, req_id, block_ids):
+    """Flip a bit of a token that D decoded; of 119 loaded ones, P has 96 itself."""
+    p.kv[2][block_ids[3]].view(torch.uint8)[1, 4, 5] ^= 16

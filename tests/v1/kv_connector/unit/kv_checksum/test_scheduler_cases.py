@@ -212,26 +212,6 @@ def test_outputs_of_steps_that_scheduled_nothing(model):
     d.finish_step(output, d.runner_output(output, KVConnectorOutput()))
 
 
-def test_loads_from_a_decode_instance_are_unverified(model):
-    """Take a second turn: P loads what D decoded (no checksums), D the whole prompt."""
-    both = dict(bidirectional_kv_xfer=True, kv_recompute_threshold=0)
-    p, d = pair(model, kv_connector_extra_config=both)
-    prompt = tokens(50)
-    request, out = load(p, d, 50, "turn1", prompt=prompt)
-    longer = [*request.all_token_ids, *tokens(40, 1)]
-    params = out.kv_transfer_params
-    assert params["do_remote_decode"] and KV_TRANSFER_PARAMS_KEY not in params
-    p.scheduled.clear()
-    second = p.add("turn2", longer, params)
-    for _ in range(6):
-        p.step(d)
-        d.step(p)
-    assert second.is_finished() and sum(n for _, n in p.scheduled) < len(longer)
-    d.run(d.add("turn2", longer, p.results["turn2"][-1].kv_transfer_params, 2), p)
-    assert d.loads("verified") == 2
-    assert p.stats["loads:unverified:none"] == p.stats["unverified:from_decode"] == 1
-
-
 @pytest.mark.skipif("push" not in transports.FAKES, reason="no such carrier yet")
 def test_the_first_received_copy_counts_and_strangers_keep_nothing(model):
     p, d = pair(model, transport="push")

@@ -34,7 +34,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def prompt_digests(request: Request, num_tokens: int) -> PromptDigests:
-    """Compute digests of a request's first prompt tokens, the same in every process.
+    """Compute digests of a request's first tokens, the same in every process.
+
+    Tokens that were decoded count where more than the prompt is asked for: they are a
+    part of the prompt of the next turn.
 
     A digest is the number of tokens plus the checksum's sum of terms over their ids, 32
     bits each and two to a piece, with the weights of the slice of layer 0 and head 0,
@@ -42,7 +45,7 @@ def prompt_digests(request: Request, num_tokens: int) -> PromptDigests:
 
     Args:
         request: the scheduler's request.
-        num_tokens: how many tokens count; the prompt may hold fewer.
+        num_tokens: how many tokens count.
 
     Returns:
         The digests, which are 0 if the prompt, or a part of it, is given as embeddings.
@@ -51,7 +54,10 @@ def prompt_digests(request: Request, num_tokens: int) -> PromptDigests:
     if not is_bound(request):
         return PromptDigests(0, 0)
     assert request.prompt_token_ids is not None
-    ids = _first_ids(request.prompt_token_ids, num_tokens)
+    token_ids = request.prompt_token_ids
+    if num_tokens > len(token_ids):
+        token_ids = request._all_token_ids
+    ids = _first_ids(token_ids, num_tokens)
     number = len(ids)
     if number % 2:
         ids.append(0)

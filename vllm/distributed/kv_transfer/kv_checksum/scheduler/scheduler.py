@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,10 @@ from vllm.distributed.kv_transfer.kv_checksum.payload import (
     KV_TRANSFER_PARAMS_KEY,
     KVChecksumCarrier,
     KVChecksumPayload,
+)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.answers import (
+    PendingAnswers,
+    is_to_be_loaded_back,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     holds_running_states,
@@ -135,6 +139,8 @@ class KVChecksumScheduler:
         self._recvs: dict[str, PendingLoad] = {}
         # Synchronous loads in flight whose request was preempted and loads again.
         self._replaced: list[PendingLoad] = []
+        # Answers of requests that were decoded here, and that are loaded back.
+        self._answers = PendingAnswers()
         # Requests to be sent whose prompts are not fully computed yet.
         self._unsummed: set[str] = set()
         self._declined: set[str] = set()
@@ -365,12 +371,19 @@ class KVChecksumScheduler:
         """Ask for the sums of a prompt whose KV the step being scheduled finishes."""
         req_id = request.request_id
         rows = self.kv_cache_manager.get_block_ids(req_id)
-        found = sent_blocks(self.kv_cache_config, rows, request.num_prompt_tokens)
+        blocks = self._sent_blocks(request, rows, request.num_prompt_tokens)
+        self._scheduled.reqs_to_send[req_id] = blocks
+        self._sends[req_id] = PendingSend(req_id, blocks)
+
+    def _sent_blocks(
+        self, request: Request, rows: Sequence[Sequence[int]], num_tokens: int
+    ) -> KVChecksumBlocks:
+        """Return the blocks of a send, numbered; what is left out is logged."""
+        found = sent_blocks(self.kv_cache_config, rows, num_tokens)
         for group_id in found.left_out:
-            self._leave_out(req_id, group_id, LeftOut.MISSING_BLOCKS)
+            self._leave_out(request.request_id, group_id, LeftOut.MISSING_BLOCKS)
         found.blocks.seq = next(self._seqs)
-        self._scheduled.reqs_to_send[req_id] = found.blocks
-        self._sends[req_id] = PendingSend(req_id, found.blocks)
+        return found.blocks
 
     def after_schedule(
         self, output: SchedulerOutput, requests: Mapping[str, Request]
@@ -457,7 +470,12 @@ class KVChecksumScheduler:
             if not record.skipped_groups.keys() <= self._skipped_groups.keys():
                 self._note_skipped(record.skipped_groups)
             for req_id in record.checksums:
-                for table in (self._sends, self._recvs, self._drawn):
+                for table in (
+                    self._sends,
+                    self._recvs,
+                    self._drawn,
+                    self._answers.by_name,
+                ):
                     asked = table.get(req_id)
                     if asked is not None:
                         asked.take(record)
@@ -500,6 +518,11 @@ class KVChecksumScheduler:
             self._judge_ended(output, requests, known_failed, scheduled, bad)
         if self._drawn and scheduled is not None:
             self._judge_drawn(requests, scheduled, bad)
+        if self._answers.by_name and scheduled is not None:
+            for answer in self._answers.take_summed(scheduled):
+                payload = self._make_payload(answer.request, answer, answer.held)
+                if payload is not None:
+                    answer.add_payload(self._encode_text(payload))
         if self.ledger is not None:
             # Behind the verdicts, because some of it may rest on bad loads.
             self.ledger.enter_reported()
@@ -689,19 +712,69 @@ class KVChecksumScheduler:
         send = self._sends.pop(req_id, None)
         if request.status not in _SENT_STATUSES:
             return params
+        if is_to_be_loaded_back(params):
+            self._start_answer(request)
+            return params
         carrier = self.connector.kv_checksum_carrier(request, receiving=False)
         by_connector = carrier is KVChecksumCarrier.CONNECTOR
         if carrier is None or (params is None and not by_connector):
             return params
+        payload = self._make_payload(
+            request, send, lambda: self.kv_cache_manager.get_block_ids(req_id)
+        )
+        if payload is None:
+            return params
+        if by_connector:
+            data = wire.encode(payload)
+            self._stats[metrics.PAYLOAD_BYTES] += len(data)
+            self.connector.send_kv_checksums(request, data)
+            return params
+        return {**(params or {}), KV_TRANSFER_PARAMS_KEY: self._encode_text(payload)}
+
+    def _start_answer(self, request: Request) -> None:
+        """Have the next step sum what was computed of a request that is loaded back.
+
+        What speculation or asynchronous scheduling has computed behind the request's
+        last token is of no token that the next turn knows.
+        """
+        rows = self.kv_cache_manager.get_block_ids(request.request_id)
+        tokens = min(request.num_computed_tokens, request.num_tokens)
+        blocks = self._sent_blocks(request, rows, tokens)
+        self._answers.start(request, blocks, rows, self._scheduled)
+
+    def exchange_answers(
+        self, outputs: MutableMapping[int, list[EngineCoreOutput]]
+    ) -> None:
+        """Hold back answers that are not summed yet: see `PendingAnswers.exchange`.
+
+        Call this when all outputs of a step are there.
+        """
+        self._answers.exchange(outputs)
+
+    def _encode_text(self, payload: KVChecksumPayload) -> str:
+        """Encode a payload for ``kv_transfer_params``, and count its bytes."""
+        text = wire.encode_text(payload)
+        self._stats[metrics.PAYLOAD_BYTES] += len(text)
+        return text
+
+    def _make_payload(
+        self,
+        request: Request,
+        send: PendingSend | None,
+        rows: Callable[[], Sequence[Sequence[int]]],
+    ) -> KVChecksumPayload | None:
+        """Make the payload of a request that ended.
+
+        Return None, counted and logged, if the workers' sums do not add up. The
+        arguments are those of `Comparison.make_payload`.
+        """
         try:
-            payload = self._comparison.make_payload(
-                request, send, lambda: self.kv_cache_manager.get_block_ids(req_id)
-            )
+            payload = self._comparison.make_payload(request, send, rows)
         except NotComparable as error:
             self._stats[metrics.unsent_key(error.reason)] += 1
             logger.debug(
                 "KV checksums of request %s not sent: %s (%s)",
-                request_name(req_id),
+                request_name(request.request_id),
                 error.reason.value,
                 error.detail,
             )
@@ -709,18 +782,11 @@ class KVChecksumScheduler:
                 f"sent:{error.reason.value}",
                 "KV checksums not sent: %s (first for request %s)",
                 error.reason.value,
-                request_name(req_id),
+                request_name(request.request_id),
             )
-            return params
-        self._log_copies_differ(req_id, payload)
-        if by_connector:
-            data = wire.encode(payload)
-            self._stats[metrics.PAYLOAD_BYTES] += len(data)
-            self.connector.send_kv_checksums(request, data)
-            return params
-        text = wire.encode_text(payload)
-        self._stats[metrics.PAYLOAD_BYTES] += len(text)
-        return {**(params or {}), KV_TRANSFER_PARAMS_KEY: text}
+            return None
+        self._log_copies_differ(request.request_id, payload)
+        return payload
 
     # ---- judging
 

@@ -366,9 +366,14 @@ class Instance:
             if producer is not None:
                 producer.step()
             self.step(producer)
-            if RequestStatus.is_finished(request.status):
+            if RequestStatus.is_finished(request.status) and not self.held_answers():
                 break
         return self.results[request.request_id][-1]
+
+    def held_answers(self) -> int:
+        """Return how many answers wait for the sums of what was decoded."""
+        kv_checksum = self.scheduler.kv_checksum
+        return 0 if kv_checksum is None else len(kv_checksum._answers.by_name)
 
     def loads(self, outcome: str) -> int:
         """Return how many loads of this instance's carrier ended as `outcome`."""
@@ -382,6 +387,7 @@ class Instance:
         sizes = {"sends": len(kv_checksum._sends), "recvs": len(kv_checksum._recvs)}
         sizes["scheduled"] = bool(kv_checksum._scheduled)
         sizes["traces"] = len(kv_checksum._traces or ())
+        sizes["answers"] = self.held_answers()
         for i, worker in enumerate(self.workers):
             sizes[f"worker{i}"] = len(worker._recvs) + len(worker._sends)
         sizes |= transports.scheduler_tables(self.scheduler.connector)
