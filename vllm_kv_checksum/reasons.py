@@ -1,7 +1,8 @@
 """What each reason that ``/metrics`` tells means: the tables of the operators' guide."""
 
 UNVERIFIED = {
-    "no_payload": "P has checksums off, or is stock vLLM; or the proxy drops the key kv_checksums; or P says not sent",
+    "no_payload": "P has checksums off, or is stock vLLM; or the proxy drops the key kv_checksums; or P says not sent. "
+    "On P, of what D sends back: the same of D",
     "payload_version": "P and D run different versions of this feature: finish the rollout",
     "bad_payload": "something between P and D changes kv_transfer_params",
     "workers_missing": "not every worker of D (on P: of P) reported its sums: look for errors of single workers",
@@ -16,7 +17,7 @@ UNVERIFIED = {
     "inputs": "P and D name other multi-modal inputs or another LoRA adapter for the same prompt, or one of them got embeddings",
     "no_carrier": "the connector that loaded it neither carries nor stores checksums, and there is no ledger: the startup lines name it",
     "sync_load": "it was loaded in the step that used it, and there is no ledger; fail-closed such loads are declined and computed instead",
-    "from_decode": "a decode instance sent it (NIXL's bidirectional transfer), which sums nothing",
+    "from_decode": "a decode instance sent it, through a connector that carries checksums, but not back to P; NIXL pull does",
     "not_in_ledger": "this instance did not compute it, or not since its last start, or too long ago: the ledger",
 }
 
