@@ -216,7 +216,9 @@ def scheduler_part() -> Any:
     return KVChecksumScheduler(
         SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
-                kv_checksum_fail_closed=False, kv_load_failure_policy="fail"
+                kv_checksum_fail_closed=False,
+                kv_checksum_evidence_dir=None,
+                kv_load_failure_policy="fail",
             ),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=1,

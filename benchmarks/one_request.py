@@ -73,6 +73,7 @@ class Side:
             SimpleNamespace(
                 kv_transfer_config=SimpleNamespace(
                     kv_checksum_fail_closed=False,
+                    kv_checksum_evidence_dir=None,
                     kv_load_failure_policy="fail",
                     kv_checksum_scrub=0,
                 ),

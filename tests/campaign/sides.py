@@ -143,7 +143,9 @@ class Side:
     def _scheduler_part(self) -> KVChecksumScheduler:
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
-                kv_checksum_fail_closed=False, kv_load_failure_policy="fail"
+                kv_checksum_fail_closed=False,
+                kv_checksum_evidence_dir=None,
+                kv_load_failure_policy="fail",
             ),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=self.split.tp,

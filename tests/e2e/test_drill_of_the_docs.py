@@ -125,7 +125,9 @@ def assert_the_doctor_tells_what_the_drill_did(p: str, d: str):
 def test_every_metric_is_on_both_sides_from_the_start(drill):
     for server in drill:
         page = {name for name, _ in server.metrics() if "kv_checksum" in name}
-        assert {n.removesuffix("_created") for n in page} >= names_in_the_document()
+        wanted = names_in_the_document() - {"vllm:kv_checksum_peer_loads_total"}
+        # That one has no peer to name before the first bad load.
+        assert {n.removesuffix("_created") for n in page} >= wanted
     assert pairs.skipped_groups(drill[1]) == {}
 
 

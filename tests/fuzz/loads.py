@@ -240,6 +240,7 @@ class Load:
             SimpleNamespace(
                 kv_transfer_config=SimpleNamespace(
                     kv_checksum_fail_closed=case.fail_closed,
+                    kv_checksum_evidence_dir=None,
                     kv_load_failure_policy=case.policy,
                 ),
                 parallel_config=SimpleNamespace(

@@ -147,7 +147,8 @@ def _assert_group(
         true[Unverified.NOTHING_IN_COMMON] = compared
         assert group.unverified is not None and true[group.unverified]
         expected = GroupVerdict(unverified=group.unverified)
-    assert group == expected
+    # A payload says nothing about ranks.
+    assert replace(group, ranks=[], bad_checks=set()) == expected
 
 
 def _chunks(

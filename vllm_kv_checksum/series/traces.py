@@ -24,8 +24,10 @@ kv_checksum_trace: dict[str, str | int] | None = None
 """
 with engine.cls("EngineCoreOutput", since="0.33.0") as c:
     c.after(assign("error"), _FIELD)
-with engine.cls("EngineCoreOutput", below="0.33.0") as c:
+with engine.cls("EngineCoreOutput", since="0.31.0", below="0.33.0") as c:
     c.after(assign("prompt_token_id_logprobs"), _FIELD)
+with engine.cls("EngineCoreOutput", below="0.31.0") as c:
+    c.after(assign("spec_decode_metrics"), _FIELD)
 
 processor = Module("v1/engine/output_processor.py")
 with processor.function("OutputProcessor.do_tracing") as f:

@@ -189,6 +189,10 @@ def _why_no_context_parallelism(vllm_config: VllmConfig) -> str | None:
     )
     if max(dcp, pcp) == 1:
         return None
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    if not hasattr(KVCacheSpec, "dcp_sharded"):  # vLLM 0.30.0
+        return "this vLLM does not tell which caches context parallelism shards"
     for connector_class, _ in _connector_classes(vllm_config):
         if not connector_class._kv_checksums_follow_context:
             return (

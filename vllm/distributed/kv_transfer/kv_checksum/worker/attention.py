@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     block_ratio,
     head_placement,
     integer_view,
+    is_dcp_sharded,
     layer_number,
     piece_width,
     read_as,
@@ -133,7 +134,7 @@ def attention_slices(
         )
         for part, first in parts
     ]
-    same_heads = key[0] * (shard.context.size if spec.dcp_sharded else 1)
+    same_heads = key[0] * (shard.context.size if is_dcp_sharded(spec) else 1)
     total_heads = spec.num_kv_heads * (shard.tp_size // same_heads)
     return LayerSlices(
         views,

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import (
     Ring,
     Sharding,
     SkipGroup,
+    is_dcp_sharded,
     layer_hash,
     layer_number,
     layer_spec,
@@ -134,7 +135,7 @@ def _context_shard(spec: KVCacheSpec, shard: Sharding) -> ContextShard:
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     context, size = shard.context, spec.block_size
-    if not spec.dcp_sharded or context.size == 1:
+    if not is_dcp_sharded(spec) or context.size == 1:
         if shard.over_pcp:
             raise SkipGroup("what PCP ranks hold of it is not known", Skipped.REPLICAS)
         return ContextShard()

@@ -302,6 +302,14 @@ def layer_hash(name: str, spec: KVCacheSpec, identity: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
+def is_dcp_sharded(spec: KVCacheSpec) -> bool:
+    """Tell whether decode context parallelism deals a spec's tokens out to the ranks.
+
+    vLLM 0.30.0 does not tell; checksums are off there with context parallelism.
+    """
+    return getattr(spec, "dcp_sharded", False)
+
+
 def layer_spec(group_spec: KVCacheSpec, name: str) -> KVCacheSpec | None:
     """Return a layer's own spec; None for an alias that a uniform-type spec lacks."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
@@ -348,7 +356,7 @@ def head_placement(
     else:
         replicas = max(1, tp // shard.uniform_kv_heads)
     first_head = shard.tp_rank // replicas * heads
-    parts = shard.context.size if spec.dcp_sharded else 1
+    parts = shard.context.size if is_dcp_sharded(spec) else 1
     if replicas % parts:
         raise SkipGroup(
             f"{replicas} TP ranks hold the same KV heads, their tokens lie on {parts}",
