@@ -148,7 +148,7 @@ def _assert_group(
         assert group.unverified is not None and true[group.unverified]
         expected = GroupVerdict(unverified=group.unverified)
     # A payload says nothing about ranks.
-    assert replace(group, ranks=[], bad_checks=set()) == expected
+    assert replace(group, ranks=(), bad_checks=frozenset()) == expected
 
 
 def _chunks(

@@ -99,8 +99,8 @@ class GroupVerdict:
     detail: str = ""
     unknown: list[int] = field(default_factory=list)
     completed: list[int] = field(default_factory=list)
-    bad_checks: set[int] = field(default_factory=set)
-    ranks: list[tuple[int, int]] = field(default_factory=list)
+    bad_checks: frozenset[int] = frozenset()
+    ranks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass

@@ -185,7 +185,7 @@ def test_several_api_servers_show_a_peer_s_counts_together(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ("differ", "ranks"),
-    [({0}, [(0, 0)]), ({1}, [(0, 1)]), ({0, 1}, [])],
+    [({0}, ((0, 0),)), ({1}, ((0, 1),)), ({0, 1}, ())],
 )
 def test_a_rank_is_named_only_if_another_is_not(differ, ranks):
     """Two ranks split some layers, in every check, and both hold all of others."""

@@ -304,7 +304,7 @@ def _in_blocks(
         stop = -(-high // per_block)
     elif positions.size:
         stop = max(stop, int(positions[-1]) + 1)
-    return GroupVerdict(
+    verdict = GroupVerdict(
         first,
         max(0, stop - first),
         positions.tolist(),
@@ -312,5 +312,7 @@ def _in_blocks(
         unverified,
         partial=low > start,
         detail=detail,
-        bad_checks=set(np.flatnonzero(differs.any(axis=1)).tolist()),
     )
+    if positions.size:
+        verdict.bad_checks = frozenset(np.flatnonzero(differs.any(axis=1)).tolist())
+    return verdict

@@ -113,8 +113,8 @@ class PendingSend:
         return sum(by_stage.values()) & MASK64
 
     def ranks_of_checks(
-        self, group_id: int, checks: set[int], number: int
-    ) -> list[tuple[int, int]]:
+        self, group_id: int, checks: frozenset[int], number: int
+    ) -> tuple[tuple[int, int], ...]:
         """Return the PP and TP ranks whose copies alone are in some checks.
 
         Return none if that excludes no worker. Where ranks hold the same KV, each check
@@ -131,12 +131,12 @@ class PendingSend:
             for rank, record in sorted(self.records.items())
             if group_id in record.checksums[self.req_id]
         }
-        ranks = [
+        ranks = tuple(
             rank
             for rank, keys in held.items()
             if any(checks.issuperset(range(i, number, n)) for n, i in keys)
-        ]
-        return ranks if len(ranks) < len(held) else []
+        )
+        return ranks if len(ranks) < len(held) else ()
 
     def parts(
         self, group_id: int, units_per_block: int

@@ -7,7 +7,7 @@ consumer's scheduler.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_checksum.naming import (
@@ -157,7 +157,7 @@ def _differences(verdict: LoadVerdict) -> str:
     return "; ".join(said)
 
 
-def _ranks_named(ranks: list[tuple[int, int]]) -> str:
+def _ranks_named(ranks: Sequence[tuple[int, int]]) -> str:
     """Name the workers here that hold what differs, or none."""
     if not ranks:
         return ""

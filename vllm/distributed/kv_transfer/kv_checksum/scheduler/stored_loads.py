@@ -173,7 +173,7 @@ def compare_stored(
         differ = expected != found
         bad |= differ
         if differ.any() and len(records) > 1:
-            result.ranks.append((record.pp_rank, record.tp_rank))
+            result.ranks += ((record.pp_rank, record.tp_rank),)
         for at in np.flatnonzero(differ)[: MAX_SAMPLES - len(result.samples)]:
             result.samples.append(
                 Difference(start + int(at), int(expected[at]), int(found[at]))

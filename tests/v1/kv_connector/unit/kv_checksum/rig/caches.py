@@ -134,6 +134,11 @@ class Request(SimpleNamespace):
     num_tokens = 0
     _block_hasher = None
 
+    @property
+    def _all_token_ids(self):
+        """Return the prompt: nothing is decoded."""
+        return self.prompt_token_ids
+
 
 class SyncingTensor(torch.Tensor):
     """Raises on whatever would wait for a device."""
