@@ -15,8 +15,18 @@ TESTS = Path("tests/v1/kv_connector/unit/kv_checksum")
 _DATA = {"test_checksum.py": ["data/kv_checksum_vectors.json"]}
 """Data that tests read, by the name of the test's file."""
 
+_PROGRAMS = {"plans.py": ["rig/model_families/make_plans.py"]}
+"""Helpers that others run in a process of their own, by the name of their file."""
+
 _FEATURE_PACKAGE = "vllm." + FEATURE.replace("/", ".")
-_OF_THIS_PROJECT = ("campaign", "kv_checksum_rig", "rig", "spacing", "without_vllm")
+_OF_THIS_PROJECT = (
+    "bare_worker",
+    "campaign",
+    "kv_checksum_rig",
+    "rig",
+    "spacing",
+    "without_vllm",
+)
 """Packages that stay here: tests that need them do, too."""
 
 
@@ -74,6 +84,7 @@ def _with_helpers(test: Path, checkout: Path) -> list[Path]:
         if path in found:
             continue
         found.append(path)
+        pending += [root / name for name in _PROGRAMS.get(path.name, ())]
         for name in _relative_imports(path, root):
             target = root / name
             for package in target.parents:

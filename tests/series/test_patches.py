@@ -24,6 +24,7 @@ UNIT = "tests/v1/kv_connector/unit/kv_checksum"
 HERE_ALONE = {
     **dict.fromkeys(("spacing",), "they run programs of benchmarks/"),
     **dict.fromkeys(("cuda",), "it runs where vLLM is not installed, too"),
+    **dict.fromkeys(("model_families",), "it plans in a process that the rig sets up"),
     **dict.fromkeys(("real_caches", "real_states"), "models that the rig writes"),
     **dict.fromkeys(
         (
