@@ -298,7 +298,7 @@ def test_a_damaged_file_fails_its_request_once(common, tmp_path):
         flip_in_file(tmp_path, known.prompt, 4)
         reloads.evict(server)
         answer = reloads.ask(server, known.prompt)
-        assert answer.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+        assert answer.response.status_code == httpx.codes.SERVICE_UNAVAILABLE
         assert "KV checksum mismatch" in pairs.error_of(answer.response)
         assert answer.judged == {("mismatch", "ledger"): 1}
         assert server.metric("vllm:kv_checksum_failed_total") == 1

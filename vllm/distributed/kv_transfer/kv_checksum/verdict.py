@@ -68,7 +68,7 @@ class Difference:
     found: int
 
 
-@dataclass
+@dataclass(slots=True)
 class GroupVerdict:
     """Outcome of comparing one group.
 
