@@ -211,23 +211,9 @@ def decode_steps(running: int) -> dict[str, Callable[[], Any]]:
 
 def scheduler_part() -> Any:
     """Return the checksums of an instance whose running requests were all sent already."""
-    from vllm.distributed.kv_transfer.kv_checksum import KVChecksumScheduler
+    from one_request import bare_scheduler
 
-    return KVChecksumScheduler(
-        SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(
-                kv_checksum_fail_closed=False,
-                kv_checksum_evidence_dir=None,
-                kv_load_failure_policy="fail",
-            ),
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=1,
-                pipeline_parallel_size=1,
-                decode_context_parallel_size=1,
-                prefill_context_parallel_size=1,
-            ),
-            observability_config=SimpleNamespace(otlp_traces_endpoint=None),
-        ),
+    return bare_scheduler(
         None,
         SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=16)),
         SimpleNamespace(kv_cache_groups=[], kv_checksum_skipped=None),

@@ -34,6 +34,30 @@ SIZES = (100, 1_000, 8_000, 131_072)
 _LAYER, _REQUEST = "model.layers.0.attn", "cmpl-0"
 
 
+def bare_scheduler(
+    connector: Any, kv_cache_manager: Any, kv_cache_config: Any
+) -> KVChecksumScheduler:
+    """Return the scheduler's part of an instance with one worker, fail-open."""
+    vllm_config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_checksum_fail_closed=False,
+            kv_checksum_evidence_dir=None,
+            kv_load_failure_policy="fail",
+            kv_checksum_scrub=0,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+    )
+    return KVChecksumScheduler(
+        vllm_config, connector, kv_cache_manager, kv_cache_config
+    )
+
+
 class Side:
     """An instance with one worker, without the rest of vLLM.
 
@@ -69,26 +93,7 @@ class Side:
             get_block_ids=lambda _: (ids,),
             get_blocks=lambda _: blocks,
         )
-        parts: Any = (
-            SimpleNamespace(
-                kv_transfer_config=SimpleNamespace(
-                    kv_checksum_fail_closed=False,
-                    kv_checksum_evidence_dir=None,
-                    kv_load_failure_policy="fail",
-                    kv_checksum_scrub=0,
-                ),
-                parallel_config=SimpleNamespace(
-                    tensor_parallel_size=1,
-                    pipeline_parallel_size=1,
-                    decode_context_parallel_size=1,
-                    prefill_context_parallel_size=1,
-                ),
-            ),
-            connector,
-            manager,
-            config,
-        )
-        self.scheduler = KVChecksumScheduler(*parts)
+        self.scheduler = bare_scheduler(connector, manager, config)
         self.tokens = tokens
         # As a request that was received holds them: objects of their own.
         self.prompt = [int(str(token)) for token in range(1, tokens + 1)]

@@ -285,15 +285,18 @@ def _why_not(p: Info, d: Info) -> Iterator[str]:
     if not _fit(p.block_size, d.block_size):
         yield (
             f"block sizes {p.block_size} and {d.block_size} do not fit (block_sizes): "
-            "make both multiples of 16, or one a multiple of the other"
+            "make both multiples of 16, or equal"
         )
 
 
 def _fit(left: str, right: str) -> bool:
-    """Tell whether blocks of two sizes can be compared; what is not known may be."""
+    """Tell whether blocks of two sizes can be compared; what is not known may be.
+
+    Units are compared, in chunks of the larger one: 16 tokens where the block size is a
+    multiple of 16, else a block.
+    """
     if not (left.isdecimal() and right.isdecimal()):
         return True
-    a, b = sorted((int(left), int(right)))
-    if a == 0 or (a % _UNIT_TOKENS == 0 and b % _UNIT_TOKENS == 0):
-        return True
-    return b % a == 0
+    sizes = (int(left), int(right))
+    small, large = sorted(n if n % _UNIT_TOKENS else _UNIT_TOKENS for n in sizes)
+    return large % small == 0

@@ -134,6 +134,9 @@ def test_a_pair_that_verifies(ask):
         ),
         ({"carriers": "none"}, {}, "nobody checks the loads"),
         ({}, {"block_size": "24"}, "block sizes 16 and 24 do not fit"),
+        # Their units are of 24 and of 16 tokens, and of 20 and of 16.
+        ({"block_size": "24"}, {"block_size": "48"}, "sizes 24 and 48 do not fit"),
+        ({"block_size": "80"}, {"block_size": "20"}, "sizes 80 and 20 do not fit"),
     ],
 )
 def test_a_pair_that_does_not_verify(ask, p, d, said):
@@ -143,7 +146,7 @@ def test_a_pair_that_does_not_verify(ask, p, d, said):
 
 
 @pytest.mark.parametrize(
-    ("p", "d"), [("16", "48"), ("8", "24"), ("24", "24"), ("None", "24")]
+    ("p", "d"), [("16", "48"), ("8", "24"), ("8", "32"), ("24", "24"), ("None", "24")]
 )
 def test_block_sizes_that_fit(ask, p, d):
     status, _ = ask(

@@ -40,12 +40,14 @@ class ClientErrors:
                 field for an error; clients get a general one there.
 
         """
+        if not self._errors:
+            return
         errors, self._errors = self._errors, {}
         try:
             from vllm.outputs import RequestError
         except ImportError:  # vLLM 0.30.0 and 0.31.0
             return
-        for output in chain.from_iterable(outputs) if errors else ():
+        for output in chain.from_iterable(outputs):
             error = errors.get(output.request_id)
             if error is not None and hasattr(output, "error"):
                 code, message = error

@@ -17,21 +17,17 @@
 Nothing that serves imports it. `docs/design/connectors.md` explains its use.
 """
 
-from importlib import import_module
-from typing import Any
+from vllm.distributed.kv_transfer.kv_checksum.testing.checks import (
+    assert_conforms,
+    check_connector,
+)
+from vllm.distributed.kv_transfer.kv_checksum.testing.factory import ConnectorFactory
+from vllm.distributed.kv_transfer.kv_checksum.testing.problems import Fault, Problem
 
-_HOME = {
-    "ConnectorFactory": "factory",
-    "Fault": "problems",
-    "Problem": "problems",
-    "assert_conforms": "checks",
-    "check_connector": "checks",
-}
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__all__ = [
+    "ConnectorFactory",
+    "Fault",
+    "Problem",
+    "assert_conforms",
+    "check_connector",
+]
