@@ -248,7 +248,7 @@ class Side:
         ]
         for request in requests:
             self.checksums.add_send(request)
-        summed = {r: _plain(p.blocks) for r, p in self.checksums._sends.items()}
+        summed = {r: _plain(p.blocks) for r, p in self.checksums._sends.pending.items()}
         self.checksums.collect(self._sum(None))
         return {
             r.request_id: self.checksums.request_finished(r, {}) for r in requests
@@ -301,7 +301,7 @@ class Verdicts(dict[str, LoadVerdict]):
 def keep_verdicts(checksums: KVChecksumScheduler) -> Verdicts:
     """Return a list that every verdict from now on is added to."""
     verdicts = Verdicts()
-    judge = checksums._judge
+    judge = checksums._judging.judge
 
     def keep(request: Any, load: Any) -> LoadVerdict:
         verdict = judge(request, load)
@@ -309,5 +309,5 @@ def keep_verdicts(checksums: KVChecksumScheduler) -> Verdicts:
         verdicts.fell[request.request_id] += 1
         return verdict
 
-    checksums._judge = keep  # type: ignore[method-assign]
+    checksums._judging.judge = keep  # type: ignore[method-assign]
     return verdicts

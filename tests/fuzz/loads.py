@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_checksum import (
 )
 from vllm.distributed.kv_transfer.kv_checksum import payload as wire
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.binding import PromptDigests
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import PendingLoad
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import Reporter
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict, Unverified
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -209,10 +210,12 @@ class WatchedScheduler(KVChecksumScheduler):
         super().__init__(*args)
         seconds = count(0, 100)
         self._reporter = Reporter(lambda: float(next(seconds)))
+        self._count = self._judging.count
+        self._judging.count = self._keep_verdict  # type: ignore[method-assign]
 
-    def _count(self, verdict: LoadVerdict, carrier: Any) -> None:
+    def _keep_verdict(self, verdict: LoadVerdict, load: PendingLoad) -> None:
         self.verdict = verdict
-        super()._count(verdict, carrier)
+        self._count(verdict, load)
 
 
 class Load:
@@ -380,7 +383,8 @@ class Load:
     def _check_state(self, bad: dict[str, int], verdict: LoadVerdict | None) -> None:
         scheduler = self.scheduler
         scheduler.attach_errors([[SimpleNamespace(request_id=REQUEST, error=None)]])
-        assert not (scheduler._recvs or scheduler._sends or scheduler._scheduled)
+        assert not (scheduler._recvs or scheduler._scheduled)
+        assert not scheduler._sends.pending
         assert not scheduler._consequences.client_errors._errors
         stats = scheduler.take_stats() or {}
         loads = {k: v for k, v in stats.items() if k.startswith("loads:")}

@@ -232,7 +232,7 @@ def test_other_inputs_are_unverified(
     """Give inputs as requests hold them when payloads are made and compared."""
     p, d = pair(model, transport=transport)
     for instance, changes in ((p, theirs), (d, ours)):
-        comparison = instance.scheduler.kv_checksum._comparison
+        comparison = instance.scheduler.kv_checksum._judging.comparison
         for name in ("make_payload", "judge"):
             set_before(monkeypatch, comparison, name, changes)
     load(p, d, 100)

@@ -322,7 +322,7 @@ def test_steps_that_decode_look_at_no_request(model, transport, role):
     for _ in range(4):
         instance.step(producer)
     assert running == len(instance.scheduler.running) == 3 and not looked_at
-    assert not kv_checksum._unsummed
+    assert not kv_checksum._sends.unsummed
 
 
 def test_every_test_s_instances_are_held_to_it(request):

@@ -51,7 +51,7 @@ def test_a_mismatch_is_written_as_the_log_tells_it(
     assert not list(tmp_path.iterdir()), "a verified load touches no file"
     d.damage = flip_bit
     load(p, d, 100, "bad", prompt=tokens(100, 2))
-    kept = d.scheduler.kv_checksum._evidence
+    kept = d.scheduler.kv_checksum._judging.evidence
     assert kept.flush(10)
     (entry,) = lines(tmp_path)
     assert json.loads(json.dumps(kept.recent[0])) == entry

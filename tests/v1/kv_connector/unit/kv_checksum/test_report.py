@@ -87,7 +87,7 @@ def test_a_storm_is_counted_whole_and_shown_in_part(model, log, monkeypatch):
     kv_checksum, now = d.scheduler.kv_checksum, [0.0]
     kv_checksum._reporter = report.Reporter(lambda: now[0])
     kv_checksum._consequences.reporter = kv_checksum._reporter
-    monkeypatch.setattr(kv_checksum, "_judge", lambda *_: mismatch())
+    monkeypatch.setattr(kv_checksum._judging, "judge", lambda *_: mismatch())
     waiting = SimpleNamespace(
         status=RequestStatus.WAITING_FOR_REMOTE_KVS, _block_hasher=None
     )

@@ -25,7 +25,7 @@ def test_a_group_with_a_missing_block_inside_is_left_out_and_said(model, log):
     _, d = pair(model)
     kv_checksum = d.scheduler.kv_checksum
     rows = {"r": ([0, 0, 5, 6],), "hole": ([4, 0, 6, 7],)}
-    kv_checksum.kv_cache_manager = SimpleNamespace(get_block_ids=rows.get)
+    kv_checksum._sends.kv_cache_manager = SimpleNamespace(get_block_ids=rows.get)
 
     def sent(req_id):
         params = {"do_remote_decode": True}
@@ -47,7 +47,7 @@ def test_each_group_that_is_left_out_is_said(model, log):
     _, d = pair(model, window=40)
     kv_checksum = d.scheduler.kv_checksum
     rows = lambda req_id: ([4, 0, 6, 7], [0, 5, 0, 7])
-    kv_checksum.kv_cache_manager = SimpleNamespace(get_block_ids=rows)
+    kv_checksum._sends.kv_cache_manager = SimpleNamespace(get_block_ids=rows)
     for req_id in ("a", "b"):
         kv_checksum.add_send(u.Request(request_id=req_id, num_prompt_tokens=64))
         scheduled = kv_checksum.build_checksum_meta()
@@ -144,7 +144,7 @@ def test_a_preempted_producer_never_gives_a_false_match(model):
     kv_checksum = p.scheduler.kv_checksum
     kv_checksum.add_send(request)
     kv_checksum.collect(KVConnectorOutput(kv_checksums=stale))
-    assert not kv_checksum._sends["p"].records
+    assert not kv_checksum._sends.pending["p"].records
     worker.bind(kv_checksum.build_checksum_meta())
     fresh = worker.post_forward(None, set(), set())
     kv_checksum.collect(KVConnectorOutput(kv_checksums=stale))
@@ -224,7 +224,7 @@ def test_the_first_received_copy_counts_and_strangers_keep_nothing(model):
         output = KVConnectorOutput(kv_checksums=KVChecksumOutput([record]))
         kv_checksum.collect(output)
     assert kv_checksum._recvs["r"].received == b"first"
-    assert set(kv_checksum._recvs) == {"r"} and not kv_checksum._sends
+    assert set(kv_checksum._recvs) == {"r"} and not kv_checksum._sends.pending
 
 
 def test_another_connector_is_refused(model, log):

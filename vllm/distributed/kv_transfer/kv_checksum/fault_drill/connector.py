@@ -50,13 +50,13 @@ from vllm.distributed.kv_transfer.kv_checksum.fault_drill.damage import (
     damage_payload,
     inflict,
 )
-from vllm.distributed.kv_transfer.kv_checksum.payload import transfer_params
+from vllm.distributed.kv_transfer.kv_checksum.payload import (
+    KV_TRANSFER_PARAMS_KEY,
+    transfer_params,
+)
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     loaded_blocks,
     tier_blocks,
-)
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
-    KV_TRANSFER_PARAMS_KEY,
 )
 from vllm.distributed.kv_transfer.kv_checksum.support import transfer_config
 from vllm.distributed.kv_transfer.kv_checksum.worker.formats import (

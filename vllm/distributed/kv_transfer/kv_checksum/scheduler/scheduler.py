@@ -2,12 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Follow requests through the scheduler, as producer and as consumer.
 
-Producer: the step that finishes a prompt's KV asks the workers to sum it
-(`add_send`); when the request ends, the parts become a payload
-(`request_finished`). Consumer: the step that starts a load asks the workers to
-sum it once it arrives (`add_recv`); when every worker reports it finished, the
-sums are compared with the payload (`verify`), with checksums that came back from
-an offload tier (`StoredLoads`), or with those of what was computed here
+Producer: the step that finishes a prompt's KV asks the workers to sum it; when the
+request ends, the parts become a payload (`Sends`). Consumer: the step that starts a
+load asks the workers to sum it once it arrives (`add_recv`); when every worker reports
+it finished, the sums are compared (`Judging`) with the payload, with checksums that
+came back from an offload tier (`StoredLoads`), or with those of what was computed here
 (`LedgerLoads`).
 
 Every load that starts ends as one of: verified, mismatch, unverified, failed by its
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,21 +28,11 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     KVChecksumScheduled,
     Skipped,
 )
-from vllm.distributed.kv_transfer.kv_checksum.naming import request_name
-from vllm.distributed.kv_transfer.kv_checksum.payload import (
-    KV_TRANSFER_PARAMS_KEY,
-    KVChecksumCarrier,
-    KVChecksumPayload,
-)
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.answers import (
-    PendingAnswers,
-    is_to_be_loaded_back,
-)
+from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     holds_running_states,
     holds_states,
     loaded_blocks,
-    sent_blocks,
     tier_blocks,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.comparison import Comparison
@@ -51,23 +40,19 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.consequences import (
     Consequences,
 )
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.evidence import Evidence
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.judging import Judging
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import (
     FULL_BLOCKS,
     LedgerLoads,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.left_out import LeftOutGroups
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.local_hits import LocalHits
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.peers import Peers
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
-    NotComparable,
-    PendingLoad,
-    PendingSend,
-)
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import (
-    Reporter,
-)
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import PendingLoad
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import Reporter
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.sends import Sends
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.traces import LoadTraces
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import HOLD_BLOCKS
 from vllm.distributed.kv_transfer.kv_checksum.support import (
     declares,
     num_reporting_workers,
@@ -79,8 +64,6 @@ from vllm.distributed.kv_transfer.kv_checksum.verdict import (
     LoadVerdict,
     Unverified,
 )
-from vllm.logger import init_logger
-from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,12 +76,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
-
 _TIERS = (KVChecksumCarrier.STORED, KVChecksumCarrier.LEDGER)
 """What loads from cache tiers are compared with."""
-
-_SENT_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class KVChecksumScheduler:
@@ -125,7 +104,7 @@ class KVChecksumScheduler:
         self.fail_closed: bool = transfer.kv_checksum_fail_closed
         self.recompute: bool = transfer.kv_load_failure_policy == "recompute"
         tp_size: int = parallel.tensor_parallel_size
-        self._comparison = Comparison(
+        comparison = Comparison(
             kv_cache_config, tp_size, num_reporting_workers(parallel)
         )
         self.connector = connector
@@ -135,28 +114,20 @@ class KVChecksumScheduler:
         self._seqs = count(time.time_ns())
         self._scheduled = KVChecksumScheduled()
         self._started: list[PendingLoad] = []
-        self._sends: dict[str, PendingSend] = {}
         self._recvs: dict[str, PendingLoad] = {}
         # Synchronous loads in flight whose request was preempted and loads again.
         self._replaced: list[PendingLoad] = []
-        # Answers of requests that were decoded here, and that are loaded back.
-        self._answers = PendingAnswers()
-        # Requests to be sent whose prompts are not fully computed yet.
-        self._unsummed: set[str] = set()
         self._declined: set[str] = set()
         self._local_hits: LocalHits | None = None
         if ledger is not None and transfer.kv_checksum_scrub:
             self._local_hits = LocalHits(kv_cache_config, transfer.kv_checksum_scrub)
         # What is drawn of local hits, by the name under which workers report it.
         self._drawn: dict[str, PendingLoad] = {}
-        # Requests whose last loaded token the next step of theirs computes again.
-        self._rewrites: dict[str, int] = {}
         self._stats: Counter[str] = Counter()
         self._reporter = Reporter()
         tracing = vllm_config.observability_config.otlp_traces_endpoint is not None
         self._traces = LoadTraces() if tracing else None
-        self._peers = Peers(self._stats)
-        self._evidence = Evidence(transfer.kv_checksum_evidence_dir)
+        self._left_out = LeftOutGroups(self._stats, self._reporter)
         self._skipped_groups: dict[int, str] = {}
         if kv_cache_config.kv_checksum_skipped:
             self._note_skipped(kv_cache_config.kv_checksum_skipped)
@@ -174,41 +145,23 @@ class KVChecksumScheduler:
             self._stats,
             self._seqs,
         )
-
-    def _leave_out(self, req_id: str, group_id: int, reason: LeftOut) -> None:
-        """Count a group, or a part of it, that is left out; log each reason once."""
-        self._stats[metrics.left_out_key(reason)] += 1
-        self._reporter.warn_once(
-            f"left_out:{reason.value}:{group_id}",
-            "KV checksums leave out %sKV cache group %d: %s (first for request %s)",
-            "a part of " if reason is LeftOut.PARTIAL_BLOCKS else "",
-            group_id,
-            reason.value,
-            request_name(req_id),
+        self._judging = Judging(
+            comparison,
+            self._consequences,
+            self._left_out,
+            Peers(self._stats),
+            Evidence(transfer.kv_checksum_evidence_dir),
+            self._traces,
         )
-
-    def _log_unbound(self, req_id: str) -> None:
-        """Count a load whose prompt is not known to be the right one; log it once."""
-        self._stats[metrics.PROMPTS_NOT_BOUND] += 1
-        self._reporter.warn_once(
-            "unbound",
-            "KV checksums cannot tell of which prompt a load is: it is given as "
-            "embeddings (first for request %s)",
-            request_name(req_id),
-        )
-
-    def _log_copies_differ(self, req_id: str, payload: KVChecksumPayload) -> None:
-        """Count and log that TP ranks hold other bits of one KV; each may be right."""
-        differ = [i for i, group in payload.groups.items() if group.copies is not None]
-        if not differ:
-            return
-        self._stats[metrics.REPLICAS_DIFFER] += 1
-        self._reporter.warn_once(
-            "replicas",
-            "KV checksums: replicas of KV cache groups %s differ between TP ranks here "
-            "(first for request %s); consumers accept each",
-            differ,
-            request_name(req_id),
+        self._sends = Sends(
+            connector,
+            kv_cache_manager,
+            kv_cache_config,
+            comparison,
+            self._left_out,
+            self._reporter,
+            self._stats,
+            self._seqs,
         )
 
     # ---- schedule()
@@ -312,7 +265,7 @@ class KVChecksumScheduler:
             for group_id in found.left_out:
                 is_state = from_tier and holds_states(self.kv_cache_config, group_id)
                 reason = LeftOut.STATES if is_state else LeftOut.MISSING_BLOCKS
-                self._leave_out(req_id, group_id, reason)
+                self._left_out.add(req_id, group_id, reason)
             load.blocks, load.empty = found.blocks, found.empty
             # A state is computed from all of its tokens; none of them can be left out.
             load.computes_last = num_tokens == request.num_tokens and not any(
@@ -369,21 +322,7 @@ class KVChecksumScheduler:
 
     def add_send(self, request: Request) -> None:
         """Ask for the sums of a prompt whose KV the step being scheduled finishes."""
-        req_id = request.request_id
-        rows = self.kv_cache_manager.get_block_ids(req_id)
-        blocks = self._sent_blocks(request, rows, request.num_prompt_tokens)
-        self._scheduled.reqs_to_send[req_id] = blocks
-        self._sends[req_id] = PendingSend(req_id, blocks)
-
-    def _sent_blocks(
-        self, request: Request, rows: Sequence[Sequence[int]], num_tokens: int
-    ) -> KVChecksumBlocks:
-        """Return the blocks of a send, numbered; what is left out is logged."""
-        found = sent_blocks(self.kv_cache_config, rows, num_tokens)
-        for group_id in found.left_out:
-            self._leave_out(request.request_id, group_id, LeftOut.MISSING_BLOCKS)
-        found.blocks.seq = next(self._seqs)
-        return found.blocks
+        self._sends.add(request, self._scheduled)
 
     def after_schedule(
         self, output: SchedulerOutput, requests: Mapping[str, Request]
@@ -402,14 +341,9 @@ class KVChecksumScheduler:
         for new in output.scheduled_new_reqs:
             request = requests[new.req_id]
             wire.take_text(request)  # still there if the whole prompt was found locally
-            if self.connector.kv_checksum_carrier(request, receiving=False) is not None:
-                self._unsummed.add(new.req_id)
-        if self._unsummed:
-            for req_id in self._unsummed & output.num_scheduled_tokens.keys():
-                request = requests[req_id]
-                if request.num_prompt_tokens <= request.num_computed_tokens:
-                    self._unsummed.discard(req_id)
-                    self.add_send(request)
+            self._sends.note_started(request)
+        if self._sends.unsummed:
+            self._sends.ask_for_finished(output, requests, self._scheduled)
         if self.ledger is not None:
             self._ask_for_full_blocks(self.ledger, output, requests)
         output.kv_checksum_scheduled = self.build_checksum_meta()
@@ -430,9 +364,11 @@ class KVChecksumScheduler:
                 request = requests[load.req_id]
                 tokens = min(request.num_computed_tokens, request.num_tokens)
                 load.blocks.num_tokens = max(tokens, load.num_tokens)
-        for req_id in self._rewrites.keys() & output.num_scheduled_tokens.keys():
+        for req_id in (
+            self._judging.rewrites.keys() & output.num_scheduled_tokens.keys()
+        ):
             rows = self.kv_cache_manager.get_blocks(req_id).blocks
-            tokens = self._rewrites.pop(req_id)
+            tokens = self._judging.rewrites.pop(req_id)
             ledger.note_rewritten(requests[req_id], rows, tokens)
         full = ledger.take_full_blocks(output.num_scheduled_tokens, next(self._seqs))
         if full is not None:
@@ -471,10 +407,10 @@ class KVChecksumScheduler:
                 self._note_skipped(record.skipped_groups)
             for req_id in record.checksums:
                 for table in (
-                    self._sends,
+                    self._sends.pending,
                     self._recvs,
                     self._drawn,
-                    self._answers.by_name,
+                    self._sends.answers.by_name,
                 ):
                     asked = table.get(req_id)
                     if asked is not None:
@@ -518,11 +454,8 @@ class KVChecksumScheduler:
             self._judge_ended(output, requests, known_failed, scheduled, bad)
         if self._drawn and scheduled is not None:
             self._judge_drawn(requests, scheduled, bad)
-        if self._answers.by_name and scheduled is not None:
-            for answer in self._answers.take_summed(scheduled):
-                payload = self._make_payload(answer.request, answer, answer.held)
-                if payload is not None:
-                    answer.add_payload(self._encode_text(payload))
+        if self._sends.answers.by_name and scheduled is not None:
+            self._sends.add_payloads_to_answers(scheduled)
         if self.ledger is not None:
             # Behind the verdicts, because some of it may rest on bad loads.
             self.ledger.enter_reported()
@@ -539,18 +472,18 @@ class KVChecksumScheduler:
         """Judge the loads that end with a step; what must fail is added to `bad`."""
         failed = {*known_failed, *(getattr(output, "failed_recving", None) or ())}
         for req_id in failed & self._recvs.keys():
-            self._give_up(req_id, requests, bad)
+            self._judging.give_up(self._recvs.pop(req_id), requests, bad)
         for req_id in getattr(output, "finished_recving", None) or ():
             load = self._recvs.get(req_id)
             if load is not None and not load.is_sync:
-                self._end(self._recvs.pop(req_id), requests, bad)
+                self._judging.end(self._recvs.pop(req_id), requests, bad)
         for req_id, blocks in scheduled.sync_loads.items() if scheduled else ():
             load = self._recvs.get(req_id)
             if load is not None and load.blocks.seq == blocks.seq:
-                self._end(self._recvs.pop(req_id), requests, bad)
+                self._judging.end(self._recvs.pop(req_id), requests, bad)
             for load in [x for x in self._replaced if x.blocks.seq == blocks.seq]:
                 self._replaced.remove(load)
-                self._end(load, requests, bad)
+                self._judging.end(load, requests, bad)
 
     def _judge_drawn(
         self,
@@ -558,88 +491,11 @@ class KVChecksumScheduler:
         scheduled: KVChecksumScheduled,
         bad: dict[str, int],
     ) -> None:
-        """Judge what a step has summed of local hits.
-
-        It counts only if the ledger knows some of it: an old block is no bad one.
-        """
-        assert self.ledger is not None
+        """Judge what a step has summed of local hits; see `Judging.end_drawn`."""
         for name in self._drawn.keys() & scheduled.full_blocks.keys():
-            if self._drawn[name].blocks.seq != scheduled.full_blocks[name].seq:
-                continue  # drawn anew in a step that has not ended
-            hit = self._drawn.pop(name)
-            request = requests.get(LocalHits.request_of(hit))
-            if request is None or request.status not in HOLD_BLOCKS:
-                continue
-            verdict = self.ledger.judge(hit)
-            for group in verdict.groups.values():
-                group.unverified = None
-            if not verdict.num_compared:
-                continue
-            self._stats[metrics.LOADS_STARTED] += 1
-            self._count(verdict, hit)
-            if verdict.mismatched:
-                action = self._consequences.action(hit, 0)
-                self._reporter.load(request.request_id, verdict, hit.connector, action)
-                self._evidence.add(hit, verdict, action)
-                self._consequences.note_users(hit, verdict, requests, bad)
-
-    def _give_up(
-        self, req_id: str, requests: Mapping[str, Request], bad: dict[str, int]
-    ) -> None:
-        """Stop following a load that its connector reports as failed.
-
-        Nothing of it is compared.
-        """
-        load = self._recvs.pop(req_id)
-        self._stats[metrics.LOADS_FAILED] += 1
-        request = requests.get(req_id)
-        if request is None:
-            return
-        if self.ledger is not None:
-            self.ledger.set_loaded(req_id, request.num_computed_tokens)
-        if load.is_sync:
-            return
-        if load.blocks.stored or (self.fail_closed and load.may_be_offered_again):
-            self._stored.give_up(request)
-        if self.fail_closed and self.recompute:
-            # vLLM would keep the tokens before the first block that failed.
-            bad[req_id] = 0
-
-    def _end(
-        self, load: PendingLoad, requests: Mapping[str, Request], bad: dict[str, int]
-    ) -> None:
-        """Judge, count and log a load that finished, and handle the consequences.
-
-        A load that must fail is added to `bad`.
-        """
-        req_id = load.req_id
-        # What a synchronous load brought is in the prefix cache, whatever became of
-        # its request.
-        request = load.request if load.is_sync else requests.get(req_id)
-        if request is None or (
-            not load.is_sync and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
-        ):
-            self._stats[metrics.LOADS_ABORTED] += 1
-            return
-        verdict = self._judge(request, load)
-        if verdict.unbound:
-            self._log_unbound(req_id)
-        for group_id, reason in verdict.left_out.items():
-            self._leave_out(req_id, group_id, reason)
-        self._count(verdict, load)
-        if verdict.outcome != "verified":
-            self._peers.count(load, verdict)
-            action = self._consequences.see_to(request, load, verdict, bad)
-            self._evidence.add(load, verdict, action)
-        elif self.ledger is not None:
-            self.ledger.enter_load(load)
-            if not load.is_sync and load.num_tokens == request.num_tokens:
-                self._rewrites[req_id] = load.num_tokens
-        if load.is_sync:
-            self._consequences.note_users(load, verdict, requests, bad)
-        elif req_id not in bad:
-            # Last, because blocks are dropped from a store by the request's hashes.
-            self._consequences.keep_away(request, load, verdict)
+            if self._drawn[name].blocks.seq == scheduled.full_blocks[name].seq:
+                # else drawn anew in a step that has not ended
+                self._judging.end_drawn(self._drawn.pop(name), requests, bad)
 
     def keep_verified(self, bad: dict[str, int], requests: dict[str, Request]) -> None:
         """Keep the tokens that `verify` found good from being recomputed.
@@ -703,44 +559,12 @@ class KVChecksumScheduler:
             self._stats[metrics.LOADS_ABORTED] += 1
         self._declined.discard(req_id)
         self._consequences.computes.discard(req_id)
-        self._rewrites.pop(req_id, None)
+        self._judging.rewrites.pop(req_id, None)
         if self._traces is not None:
             self._traces.end(req_id)
         if self.ledger is not None:
             self.ledger.forget(req_id)
-        self._unsummed.discard(req_id)
-        send = self._sends.pop(req_id, None)
-        if request.status not in _SENT_STATUSES:
-            return params
-        if is_to_be_loaded_back(params):
-            self._start_answer(request)
-            return params
-        carrier = self.connector.kv_checksum_carrier(request, receiving=False)
-        by_connector = carrier is KVChecksumCarrier.CONNECTOR
-        if carrier is None or (params is None and not by_connector):
-            return params
-        payload = self._make_payload(
-            request, send, lambda: self.kv_cache_manager.get_block_ids(req_id)
-        )
-        if payload is None:
-            return params
-        if by_connector:
-            data = wire.encode(payload)
-            self._stats[metrics.PAYLOAD_BYTES] += len(data)
-            self.connector.send_kv_checksums(request, data)
-            return params
-        return {**(params or {}), KV_TRANSFER_PARAMS_KEY: self._encode_text(payload)}
-
-    def _start_answer(self, request: Request) -> None:
-        """Have the next step sum what was computed of a request that is loaded back.
-
-        What speculation or asynchronous scheduling has computed behind the request's
-        last token is of no token that the next turn knows.
-        """
-        rows = self.kv_cache_manager.get_block_ids(request.request_id)
-        tokens = min(request.num_computed_tokens, request.num_tokens)
-        blocks = self._sent_blocks(request, rows, tokens)
-        self._answers.start(request, blocks, rows, self._scheduled)
+        return self._sends.finish(request, params, self._scheduled)
 
     def exchange_answers(
         self, outputs: MutableMapping[int, list[EngineCoreOutput]]
@@ -749,62 +573,7 @@ class KVChecksumScheduler:
 
         Call this when all outputs of a step are there.
         """
-        self._answers.exchange(outputs)
-
-    def _encode_text(self, payload: KVChecksumPayload) -> str:
-        """Encode a payload for ``kv_transfer_params``, and count its bytes."""
-        text = wire.encode_text(payload)
-        self._stats[metrics.PAYLOAD_BYTES] += len(text)
-        return text
-
-    def _make_payload(
-        self,
-        request: Request,
-        send: PendingSend | None,
-        rows: Callable[[], Sequence[Sequence[int]]],
-    ) -> KVChecksumPayload | None:
-        """Make the payload of a request that ended.
-
-        Return None, counted and logged, if the workers' sums do not add up. The
-        arguments are those of `Comparison.make_payload`.
-        """
-        try:
-            payload = self._comparison.make_payload(request, send, rows)
-        except NotComparable as error:
-            self._stats[metrics.unsent_key(error.reason)] += 1
-            logger.debug(
-                "KV checksums of request %s not sent: %s (%s)",
-                request_name(request.request_id),
-                error.reason.value,
-                error.detail,
-            )
-            self._reporter.warn_once(
-                f"sent:{error.reason.value}",
-                "KV checksums not sent: %s (first for request %s)",
-                error.reason.value,
-                request_name(request.request_id),
-            )
-            return None
-        self._log_copies_differ(request.request_id, payload)
-        return payload
-
-    # ---- judging
-
-    def _judge(self, request: Request, load: PendingLoad) -> LoadVerdict:
-        """Compare a load with its payload or its stored block checksums."""
-        if load.unverified is not None:
-            return LoadVerdict(unverified=load.unverified)
-        if load.carrier is KVChecksumCarrier.LEDGER:
-            assert self.ledger is not None
-            return self.ledger.judge(load)
-        if not load.blocks.stored:
-            return self._comparison.judge(request, load)
-        try:
-            load.check_reports(self._comparison.num_workers)
-        except NotComparable as error:
-            return LoadVerdict(unverified=error.reason, detail=error.detail)
-        records = list(load.records.values())
-        return self._stored.judge(request, load.blocks, records)
+        self._sends.answers.exchange(outputs)
 
     # ---- counters and log lines
 
@@ -815,21 +584,3 @@ class KVChecksumScheduler:
         stats = dict(self._stats)
         self._stats.clear()
         return stats or None
-
-    def _count(self, verdict: LoadVerdict, load: PendingLoad) -> None:
-        outcome = verdict.outcome
-        self._stats[metrics.loads_key(outcome, load.carrier)] += 1
-        if outcome == "unverified" and verdict.reason is not None:
-            self._stats[metrics.unverified_key(verdict.reason)] += 1
-        if verdict.other_prompt:
-            self._stats[metrics.OTHER_PROMPTS] += 1
-        if verdict.num_unknown:
-            self._stats[metrics.LEDGER_MISSES] += verdict.num_unknown
-        self._stats[metrics.BLOCKS_COMPARED] += verdict.num_compared
-        self._stats[metrics.BLOCKS_MISMATCHED] += verdict.num_mismatched
-        ended = load.request is not None and load.request.is_finished()
-        if self._traces is not None and not ended:
-            label = metrics.carrier_label(load.carrier)
-            self._traces.note(LocalHits.request_of(load), verdict, label)
-        if outcome != "verified" and self.fail_closed and not ended:
-            self._consequences.count_failure(load)

@@ -373,7 +373,7 @@ class Instance:
     def held_answers(self) -> int:
         """Return how many answers wait for the sums of what was decoded."""
         kv_checksum = self.scheduler.kv_checksum
-        return 0 if kv_checksum is None else len(kv_checksum._answers.by_name)
+        return 0 if kv_checksum is None else len(kv_checksum._sends.answers.by_name)
 
     def loads(self, outcome: str) -> int:
         """Return how many loads of this instance's carrier ended as `outcome`."""
@@ -384,7 +384,7 @@ class Instance:
         kv_checksum = self.scheduler.kv_checksum
         if kv_checksum is None:
             return {}
-        sizes = {"sends": len(kv_checksum._sends), "recvs": len(kv_checksum._recvs)}
+        sizes = {"sends": len(kv_checksum._sends.pending), "recvs": len(kv_checksum._recvs)}
         sizes["scheduled"] = bool(kv_checksum._scheduled)
         sizes["traces"] = len(kv_checksum._traces or ())
         sizes["answers"] = self.held_answers()

@@ -58,8 +58,8 @@ class Faulty:
         scheduler.kv_cache_manager.allocate_slots = self._allocate_slots
         self._add_recv = kv_checksum.add_recv
         kv_checksum.add_recv = self._note_load
-        self._judge = kv_checksum._judge
-        kv_checksum._judge = self._note_verdict
+        self._judge = kv_checksum._judging.judge
+        kv_checksum._judging.judge = self._note_verdict
 
     def _note_load(self, request, *args) -> None:
         self._add_recv(request, *args)
@@ -118,7 +118,7 @@ class Faulty:
     def awaited(self) -> dict[str, int]:
         """Return the sends and loads whose sums are awaited, with their numbers."""
         kv_checksum = self.scheduler.kv_checksum
-        pending = {**kv_checksum._sends, **kv_checksum._recvs}
+        pending = {**kv_checksum._sends.pending, **kv_checksum._recvs}
         return {req_id: p.blocks.seq for req_id, p in pending.items()}
 
     def excuse(self, req_ids, why: str) -> None:

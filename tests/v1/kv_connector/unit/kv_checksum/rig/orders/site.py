@@ -246,11 +246,13 @@ class Site:
 
     def left(self) -> dict[str, int]:
         """Return what the checksum code and the scheduler still hold and must not."""
+        checksums = self.checksums
         sizes = {
             name: len(value)
-            for name, value in vars(self.checksums).items()
+            for part in (checksums, checksums._sends, checksums._judging)
+            for name, value in vars(part).items()
             if isinstance(value, dict | list | set)
-            and name not in ("_stats", "_skipped_groups")
+            and name not in ("stats", "_stats", "_skipped_groups")
         }
         sizes["scheduled"] = int(bool(self.checksums._scheduled))
         sizes["requests"] = len(self.scheduler.requests)

@@ -83,8 +83,8 @@ class Order:
     def go(self) -> Counter:
         """Run it; what its loads ended as."""
         checksums = self.site.checksums
-        judge = checksums._judge
-        checksums._judge = lambda request, load: self.judged(
+        judge = checksums._judging.judge
+        checksums._judging.judge = lambda request, load: self.judged(
             request, load, judge(request, load)
         )
         finished = self.connector.request_finished
@@ -102,7 +102,7 @@ class Order:
                 self.run_step(*self.steps.popleft())
             return self.check_end()
         finally:
-            checksums._judge = judge
+            checksums._judging.judge = judge
             self.connector.request_finished = finished
 
     def add(self, name: str) -> None:
@@ -193,7 +193,7 @@ class Order:
     def stale_records(self) -> list[KVChecksumRecord]:
         """Return records of an earlier load or send of an id that is in use now."""
         checksums = self.site.checksums
-        now = {**checksums._sends, **checksums._recvs}
+        now = {**checksums._sends.pending, **checksums._recvs}
         return [
             record
             for record in self.workers.old
