@@ -42,6 +42,8 @@ def bare_scheduler(
         kv_transfer_config=SimpleNamespace(
             kv_checksum_fail_closed=False,
             kv_checksum_evidence_dir=None,
+            kv_checksum_quarantine=0,
+            kv_checksum_quarantine_from_requests=False,
             kv_load_failure_policy="fail",
             kv_checksum_scrub=0,
         ),

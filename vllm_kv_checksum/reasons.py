@@ -19,6 +19,7 @@ UNVERIFIED = {
     "sync_load": "it was loaded in the step that used it, and there is no ledger; fail-closed such loads are declined and computed instead",
     "from_decode": "a decode instance sent it, through a connector that carries checksums, but not back to P; NIXL pull does",
     "not_in_ledger": "this instance did not compute it, or not since its last start, or too long ago: the ledger",
+    "quarantined": "it was not loaded at all: KV from that engine differed again and again, see kv_checksum_quarantine",
 }
 
 LEFT_OUT = {

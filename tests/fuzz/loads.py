@@ -223,7 +223,7 @@ class Load:
 
     kept = 0
 
-    def __init__(self, case: Case, by_params: bool) -> None:
+    def __init__(self, case: Case, by_params: bool, **settings: Any) -> None:
         self.case, self.by_params = case, by_params
         size, window = (
             case.block_size,
@@ -245,6 +245,11 @@ class Load:
                     kv_checksum_fail_closed=case.fail_closed,
                     kv_checksum_evidence_dir=None,
                     kv_load_failure_policy=case.policy,
+                    **{
+                        "kv_checksum_quarantine": 0,
+                        "kv_checksum_quarantine_from_requests": False,
+                        **settings,
+                    },
                 ),
                 parallel_config=SimpleNamespace(
                     tensor_parallel_size=case.tp_size,

@@ -38,6 +38,14 @@ with kv_transfer.cls("KVTransferConfig") as c:
         kv_checksum_evidence_dir: str | None = None
         """Directory to which mismatches of KV checksums are written, as JSON lines; it
         holds at most 64 files of 4 MiB. None: they are only logged and counted."""
+
+        kv_checksum_quarantine: int = Field(default=0, ge=0, le=10_000)
+        """Number of loads from one instance whose KV checksums differ within 60 s, after
+        which nothing is loaded from it for a time that grows from 60 s to 1 h. 0: off."""
+
+        kv_checksum_quarantine_from_requests: bool = False
+        """Let loads count for kv_checksum_quarantine whose checksums came in
+        kv_transfer_params. Set it only if trusted routers alone can set these."""
         ''',
         past_docstring=True,
     )
@@ -48,6 +56,19 @@ with kv_transfer.function("KVTransferConfig.__post_init__") as f:
             raise ValueError(
                 "kv_checksum_fail_closed needs enable_kv_checksum: set "
                 "enable_kv_checksum to true in --kv-transfer-config as well"
+            )
+        if self.kv_checksum_quarantine and not self.enable_kv_checksum:
+            raise ValueError(
+                "kv_checksum_quarantine needs enable_kv_checksum: set "
+                "enable_kv_checksum to true in --kv-transfer-config as well"
+            )
+        if (
+            self.kv_checksum_quarantine_from_requests
+            and not self.kv_checksum_quarantine
+        ):
+            raise ValueError(
+                "kv_checksum_quarantine_from_requests needs kv_checksum_quarantine: "
+                "set that to a number of mismatches in --kv-transfer-config as well"
             )
         if (evidence := self.kv_checksum_evidence_dir) is not None:
             if not self.enable_kv_checksum:

@@ -48,6 +48,7 @@ PAYLOAD_BYTES = "payload_bytes"
 LEDGER_MISSES = "ledger_misses"
 LEDGER_ENTRIES = "ledger_entries"
 LEDGER_BYTES = "ledger_bytes"
+QUARANTINED_PEERS = "quarantined_peers"
 
 _PLAIN = {
     LOADS_STARTED: "KV loads started.",
@@ -68,9 +69,10 @@ _PLAIN = {
 called ``vllm:kv_checksum_`` and the key."""
 
 
-_LEDGER_GAUGES = {
+_PLAIN_GAUGES = {
     LEDGER_ENTRIES: "Sums of KV blocks that the ledger holds.",
     LEDGER_BYTES: "Bytes of host memory that the ledger takes.",
+    QUARANTINED_PEERS: "Engines from which no KV is loaded at present, as it differed.",
 }
 """Gauges without labels of their own: their documentation by key."""
 
@@ -177,14 +179,14 @@ class KVChecksumProm:
             )
             for key, text in _PLAIN.items()
         }
-        ledger = {
+        plain_gauges = {
             key: gauge_cls(
                 name=f"vllm:kv_checksum_{key}",
                 documentation=text,
                 multiprocess_mode="mostrecent",
                 labelnames=labelnames,
             )
-            for key, text in _LEDGER_GAUGES.items()
+            for key, text in _PLAIN_GAUGES.items()
         }
         self._peer_loads = counter_cls(
             name="vllm:kv_checksum_peer_loads",
@@ -219,7 +221,7 @@ class KVChecksumProm:
                 gauge.set(0)
             for key, counter in plain.items():
                 self._counters[index, key] = counter.labels(*values)
-            for key, one in ledger.items():
+            for key, one in plain_gauges.items():
                 self._gauges[index, key] = one.labels(*values)
                 self._gauges[index, key].set(0)
 

@@ -37,6 +37,8 @@ class Unverified(str, Enum):
     """A decode instance sent it, and its connector carries nothing back."""
     NOT_IN_LEDGER = "not_in_ledger"
     """This instance does not know, or not any more, what the KV must be."""
+    QUARANTINED = "quarantined"
+    """It was not loaded, as KV from that engine differed again and again."""
 
 
 class LeftOut(str, Enum):

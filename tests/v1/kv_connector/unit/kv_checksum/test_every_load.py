@@ -152,7 +152,7 @@ def test_loads_in_the_step_that_uses_them(model, mode, log):
     assert d.stats.get("recomputed", 0) == closed
     (line,) = [x for x in log if "KV checksums not verified: sync_load" in x]
     assert ("computed instead of loaded" if closed else "served as loaded") in line
-    assert not d.scheduler.kv_checksum._declined
+    assert not d.scheduler.kv_checksum._admission.declined
 
 
 @pytest.mark.parametrize("by", ["invalid_block_ids", "failed_recving"])

@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict, Unverified
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 MISMATCH = "kv_checksum_mismatch"
 UNVERIFIED = "kv_checksum_unverified"
+QUARANTINED = "kv_checksum_quarantined"
 
 
 class ClientErrors:
@@ -62,6 +63,11 @@ def client_error(verdict: LoadVerdict) -> tuple[str, str]:
             "that was computed for it"
         )
     assert verdict.reason is not None
+    if verdict.reason is Unverified.QUARANTINED:
+        return QUARANTINED, (
+            "KV checksums: the KV cache of this request is not loaded, because KV from "
+            "the instance that computed it has differed repeatedly"
+        )
     return UNVERIFIED, (
         "KV checksums not verified: the KV cache loaded for this request could not be "
         f"checked ({verdict.reason.value})"

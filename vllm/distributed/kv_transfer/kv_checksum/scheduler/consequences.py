@@ -127,6 +127,11 @@ class Consequences:
                 self.ledger.set_loaded(req_id, kept)
         return action
 
+    def fail(self, req_id: str, verdict: LoadVerdict) -> None:
+        """Let a request end with an error, with the output of the next step."""
+        self.client_errors.add(req_id, verdict)
+        self._stopped.add(req_id)
+
     def fails(self, load: PendingLoad) -> bool:
         """Tell whether a request whose load fails ends with an error.
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import Ledger
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger_loads import LedgerLoads
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.scheduler import (
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
+
+_LOAD: Any = SimpleNamespace(request_id="", kv_transfer_params=None)
+"""Stands for any load, to ask a connector of it."""
 
 
 def create_kv_checksum_scheduler(
@@ -151,13 +155,23 @@ def _log_coverage_of(
         if transfer.kv_checksum_fail_closed
         else "fail-open",
     )
+    carrier = connector.kv_checksum_carrier(_LOAD, receiving=True)
+    by_request = carrier is KVChecksumCarrier.KV_TRANSFER_PARAMS
+    from_requests = transfer.kv_checksum_quarantine_from_requests
+    if transfer.kv_checksum_quarantine and by_request and not from_requests:
+        logger.warning(
+            "KV checksums: kv_checksum_quarantine has no effect on %s: its checksums "
+            "come in kv_transfer_params, where clients could write others to bring a "
+            "good instance into quarantine; set kv_checksum_quarantine_from_requests "
+            "if trusted routers alone can set kv_transfer_params",
+            covered.name,
+        )
 
 
 def _how_brought(connector: KVConnectorBase_V1) -> str:
     """Return how loads bring checksums; carriers are named as in the metrics."""
-    load: Any = SimpleNamespace(request_id="", kv_transfer_params=None)
-    if (carrier := connector.kv_checksum_carrier(load, receiving=True)) is not None:
+    if (carrier := connector.kv_checksum_carrier(_LOAD, receiving=True)) is not None:
         return f"carried by {carrier.value}"
-    if connector.get_kv_checksum_sources(load):
+    if connector.get_kv_checksum_sources(_LOAD):
         return "stored with their KV"
     return "each as its connector tells when it starts"

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import (
     NotComparable,
     PendingLoad,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.quarantine import Quarantine
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.traces import LoadTraces
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.users import HOLD_BLOCKS
 from vllm.distributed.kv_transfer.kv_checksum.verdict import LoadVerdict
@@ -44,6 +45,7 @@ class Judging:
         peers: counts bad loads by the engine that sent them.
         evidence: writes mismatches to files.
         traces: tells requests' spans; None without tracing.
+        quarantine: counts mismatches by the engine that sent them; None if it is off.
         rewrites: requests whose last loaded token the next step computes again.
 
     """
@@ -54,6 +56,7 @@ class Judging:
     peers: Peers
     evidence: Evidence
     traces: LoadTraces | None
+    quarantine: Quarantine | None
     rewrites: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,6 +90,8 @@ class Judging:
         self.count(verdict, load)
         if verdict.outcome != "verified":
             self.peers.count(load, verdict)
+            if self.quarantine is not None:
+                self.quarantine.note(load, verdict)
             action = self.consequences.see_to(request, load, verdict, bad)
             self.evidence.add(load, verdict, action)
         elif self._ledger is not None:

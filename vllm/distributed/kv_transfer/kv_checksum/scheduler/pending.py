@@ -35,7 +35,7 @@ _FROM_TIERS = (None, KVChecksumCarrier.STORED, KVChecksumCarrier.LEDGER)
 """Carriers of loads whose connector offers them to every request of the prefix."""
 
 
-_FROM_PEERS = (KVChecksumCarrier.KV_TRANSFER_PARAMS, KVChecksumCarrier.CONNECTOR)
+FROM_PEERS = (KVChecksumCarrier.KV_TRANSFER_PARAMS, KVChecksumCarrier.CONNECTOR)
 """Carriers of loads that another engine sends."""
 
 
@@ -206,7 +206,7 @@ class PendingLoad(PendingSend):
     @property
     def is_from_peer(self) -> bool:
         """Tell whether another engine sent it, which its parameters name."""
-        return self.carrier in _FROM_PEERS or self.unverified is Unverified.FROM_DECODE
+        return self.carrier in FROM_PEERS or self.unverified is Unverified.FROM_DECODE
 
     @property
     def may_be_offered_again(self) -> bool:

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     Skipped,
 )
 from vllm.distributed.kv_transfer.kv_checksum.payload import KVChecksumCarrier
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.admission import Admission
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.blocks import (
     holds_running_states,
     holds_states,
@@ -49,6 +50,7 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.left_out import LeftOutG
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.local_hits import LocalHits
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.peers import Peers
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import PendingLoad
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.quarantine import Quarantine
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.report import Reporter
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.sends import Sends
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.stored_loads import StoredLoads
@@ -59,11 +61,7 @@ from vllm.distributed.kv_transfer.kv_checksum.support import (
     serving_connector,
     transfer_config,
 )
-from vllm.distributed.kv_transfer.kv_checksum.verdict import (
-    LeftOut,
-    LoadVerdict,
-    Unverified,
-)
+from vllm.distributed.kv_transfer.kv_checksum.verdict import LeftOut, Unverified
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -117,7 +115,6 @@ class KVChecksumScheduler:
         self._recvs: dict[str, PendingLoad] = {}
         # Synchronous loads in flight whose request was preempted and loads again.
         self._replaced: list[PendingLoad] = []
-        self._declined: set[str] = set()
         self._local_hits: LocalHits | None = None
         if ledger is not None and transfer.kv_checksum_scrub:
             self._local_hits = LocalHits(kv_cache_config, transfer.kv_checksum_scrub)
@@ -145,6 +142,15 @@ class KVChecksumScheduler:
             self._stats,
             self._seqs,
         )
+        quarantine = None
+        if transfer.kv_checksum_quarantine:
+            quarantine = Quarantine(
+                transfer.kv_checksum_quarantine,
+                transfer.kv_checksum_quarantine_from_requests,
+                self._stats,
+            )
+        self._quarantine = quarantine
+        self._admission = Admission(connector, self._consequences, quarantine)
         self._judging = Judging(
             comparison,
             self._consequences,
@@ -152,6 +158,7 @@ class KVChecksumScheduler:
             Peers(self._stats),
             Evidence(transfer.kv_checksum_evidence_dir),
             self._traces,
+            quarantine,
         )
         self._sends = Sends(
             connector,
@@ -177,7 +184,8 @@ class KVChecksumScheduler:
 
         Fail-closed, a load that takes effect before any check could end is declined:
         the request computes these tokens instead. So it does where a load of its was
-        bad, and from the first block on that was found bad before.
+        bad, from the first block on that was found bad before, and where it would come
+        from a quarantined engine.
 
         Args:
             request: the request that is scheduled.
@@ -189,39 +197,7 @@ class KVChecksumScheduler:
             The number of tokens and whether they are loaded asynchronously.
 
         """
-        if not num_tokens:
-            return num_tokens, is_async
-        req_id = request.request_id
-        if req_id in self._consequences.computes:
-            return 0, False
-        if self.ledger is None:
-            if is_async or not self.fail_closed:
-                return num_tokens, is_async
-            self._decline(request)
-            return 0, False
-        connector = serving_connector(self.connector, request)
-        if connector.kv_checksum_carrier(request, receiving=True) is not None:
-            return num_tokens, is_async
-        allowed = self.ledger.num_allowed(request, num_local_tokens, num_tokens)
-        if allowed == num_tokens:
-            return num_tokens, is_async
-        if not allowed:
-            return 0, False
-        return self.connector.limit_matched_tokens(request, num_local_tokens, allowed)
-
-    def _decline(self, request: Request) -> None:
-        """Count and log, once per request, a load that is computed instead."""
-        req_id = request.request_id
-        if req_id in self._declined:
-            return
-        self._declined.add(req_id)
-        name = type(serving_connector(self.connector, request)).__name__
-        verdict = LoadVerdict(unverified=Unverified.SYNC_LOAD)
-        self._stats[metrics.LOADS_STARTED] += 1
-        self._stats[metrics.loads_key(verdict.outcome, None)] += 1
-        self._stats[metrics.unverified_key(Unverified.SYNC_LOAD)] += 1
-        self._stats[metrics.RECOMPUTED] += 1
-        self._reporter.load(req_id, verdict, name, "computed instead of loaded")
+        return self._admission.admit(request, num_local_tokens, num_tokens, is_async)
 
     def add_recv(
         self,
@@ -397,6 +373,8 @@ class KVChecksumScheduler:
     def collect(self, output: KVConnectorOutput | None) -> None:
         """Take over the workers' records of a step; None for a step without output."""
         self._reporter.tick()
+        if self._quarantine is not None:
+            self._quarantine.tick()
         if output is None or output.kv_checksums is None:
             return
         pending = self.ledger.pending() if self.ledger is not None else ()
@@ -557,7 +535,7 @@ class KVChecksumScheduler:
         if load is not None and not (load.is_sync and self.ledger is not None):
             del self._recvs[req_id]
             self._stats[metrics.LOADS_ABORTED] += 1
-        self._declined.discard(req_id)
+        self._admission.declined.discard(req_id)
         self._consequences.computes.discard(req_id)
         self._judging.rewrites.pop(req_id, None)
         if self._traces is not None:

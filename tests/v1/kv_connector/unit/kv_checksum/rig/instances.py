@@ -384,7 +384,10 @@ class Instance:
         kv_checksum = self.scheduler.kv_checksum
         if kv_checksum is None:
             return {}
-        sizes = {"sends": len(kv_checksum._sends.pending), "recvs": len(kv_checksum._recvs)}
+        sizes = {
+            "sends": len(kv_checksum._sends.pending),
+            "recvs": len(kv_checksum._recvs),
+        }
         sizes["scheduled"] = bool(kv_checksum._scheduled)
         sizes["traces"] = len(kv_checksum._traces or ())
         sizes["answers"] = self.held_answers()
