@@ -11,6 +11,9 @@ from vllm.distributed.kv_transfer.kv_checksum import (
     KVChecksumBlocks,
     KVChecksumCarrier,
 )
+from vllm.distributed.kv_transfer.kv_checksum.scheduler import (
+    quarantine as quarantines,
+)
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.peers import (
     Peer,
     peer_of_params,
@@ -119,13 +122,15 @@ def test_each_quarantine_lasts_twice_as_long_up_to_an_hour():
     assert not quarantine.holds(PEER), "an hour later all is forgotten"
 
 
-def test_the_next_quarantine_needs_as_many_mismatches_as_the_first():
+def test_the_next_quarantine_needs_as_many_mismatches_as_the_first(monkeypatch):
+    """Let it end while the window still holds the mismatches that it began with."""
+    monkeypatch.setattr(quarantines, "FIRST_S", 20.0)
     quarantine = Watched()
     assert quarantine.cross()
-    quarantine.now += 30
+    quarantine.now += 10
     for _ in range(10):
         quarantine.fall()  # had started before
-    quarantine.now += 30
+    quarantine.now += 10
     for _ in range(2):
         quarantine.fall()
         assert not quarantine.holds(PEER)
