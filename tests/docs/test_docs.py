@@ -1,7 +1,8 @@
 """Test the operators' documents: every command is run, every name exists, the alert rules load and fire.
 
-Blocks that need servers are run by ``tests/e2e/test_drill_of_the_docs.py``; Mooncake's
-settings are those of the rig's servers; of the blocks that need a GPU, vLLM parses the configuration here and nothing is started.
+Blocks that need servers are run by ``tests/e2e/test_drill_of_the_docs.py`` and ``test_servers_of_the_guide.py``, which starts
+those that need a GPU as far as a machine without one can; here vLLM parses their configurations. Mooncake's settings are those
+of the rig's servers.
 """
 
 import ast

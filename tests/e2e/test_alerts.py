@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -41,7 +42,9 @@ def test_every_alert_fires_and_clears(forks, tmp_path):
     rules = with_minutes_as_seconds(RULES, tmp_path / "rules.yaml")
     with serving(p, *ds), prometheus(tmp_path, rules, [p, *ds]) as server:
         server.wait("up")
+        began = time.time()
         shown = drilling.drill(p, *ds, server)
+        assert_the_runbook_s_query_tells_when_it_is_over(server, began)
     begins = dict(reversed(shown["phases"]))
     fired = {name.split()[0] for name in shown["alerts"]}
     assert fired == drilling.DAMAGED | drilling.LOST
@@ -52,6 +55,15 @@ def test_every_alert_fires_and_clears(forks, tmp_path):
         assert begins[phase] < seconds[0] and seconds[-1] < shown["seconds"] - 3, name
     if (file := os.environ.get("KV_CHECKSUM_DRILL")) is not None:
         Path(file).write_text(json.dumps(shown) + "\n")
+
+
+def assert_the_runbook_s_query_tells_when_it_is_over(server, began):
+    runbook = documents.GUIDE.read_text().partition("## Runbook")[2]
+    (query,) = re.findall(r"`(increase\(.*?)` is 0", runbook)
+    query = query.replace("5m", "5s")
+    series = [values for _, values in server.query_range(query, began, time.time())]
+    assert max(n for values in series for _, n in values) > 0
+    assert all(values[-1][1] == 0 for values in series)
 
 
 def test_the_alert_of_skipped_groups_fires_and_clears(forks, tmp_path):
