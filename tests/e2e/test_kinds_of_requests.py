@@ -154,7 +154,7 @@ def test_each_of_several_answers_has_its_own_load(servers, collector, stream):
             prompt = prompt[::-1]
         before = verdicts.settled(d)
         params = prefill(p, prompt, request_id=request_id)
-        options = {"n": 2, "temperature": 1.0, "stream": stream, "max_tokens": 3}
+        options = {"n": 2, "temperature": 1.0, "stream": stream}
         options |= {"request_id": request_id, "ignore_eos": True}
         answer = d.completions(prompt, 3, params, **options)
         assert grown(d, before) == found
