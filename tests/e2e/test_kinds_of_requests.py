@@ -143,30 +143,30 @@ def assert_may_retry(answer, path, stream):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
 def test_each_of_several_answers_has_its_own_load(servers, collector, stream):
-    """Of two answers to one request the second one's load is bad: the request fails."""
     p, d = servers
-    for name, found in (
-        ("good", {"verified": 2}),
-        ("one-of-several", {"verified": 1, "mismatch": 1}),
-    ):
-        prompt, request_id = pairs.prompt_of(100, 20 + stream), f"{name}-{stream}"
-        if name != "good":
-            prompt = prompt[::-1]
+    options = {"n": 2, "temperature": 1.0, "stream": stream, "ignore_eos": True}
+
+    def ask(name, seed):
+        prompt, request_id = pairs.prompt_of(100, seed + stream), f"{name}-{stream}"
         before = verdicts.settled(d)
         params = prefill(p, prompt, request_id=request_id)
-        options = {"n": 2, "temperature": 1.0, "stream": stream}
-        options |= {"request_id": request_id, "ignore_eos": True}
-        answer = d.completions(prompt, 3, params, **options)
-        assert grown(d, before) == found
-        if name == "good":
-            assert answer.status_code == 200 and TEXT not in answer.text
-        else:
-            assert_may_retry(answer, "/v1/completions", stream)
-        told = [
-            collector.request_span(f"{n}_cmpl-{request_id}")["vllm.kv_checksum.verdict"]
-            for n in (0, 1)
-        ]
-        assert Counter(told) == found
+        answer = d.completions(prompt, 3, params, request_id=request_id, **options)
+        return answer, grown(d, before), f"cmpl-{request_id}"
+
+    answer, found, name = ask("good", 20)
+    assert answer.status_code == 200 and TEXT not in answer.text
+    assert found == {"verified": 2}
+    told = collector.request_spans(name, 2)
+    assert [x["vllm.kv_checksum.verdict"] for x in told] == ["verified"] * 2
+
+    # The second one's load is bad. vLLM ends the other, whose load may not have ended yet.
+    answer, found, name = ask("one-of-several", 30)
+    assert_may_retry(answer, "/v1/completions", stream)
+    assert found["mismatch"] == 1 and found.get("verified", 0) <= 1
+    assert set(found) <= {"mismatch", "verified"}
+    spans_of = collector.request_spans(name, 2, timeout=5)
+    told = [x.get("vllm.kv_checksum.verdict") for x in spans_of]
+    assert told.count("mismatch") == 1
 
 
 def test_requests_of_every_priority_and_those_that_clients_leave(servers):
@@ -195,7 +195,7 @@ def test_requests_of_every_priority_and_those_that_clients_leave(servers):
         thread.join()
     counted = grown(d, before)
     assert status == {200: 9, 503: 3}
-    assert counted["verified"] >= 9 and 3 <= counted["mismatch"] <= 3 + 1
+    assert counted["verified"] >= 9 and counted["mismatch"] == 3
     assert verdicts.settled(d).started - before.started <= 16
 
 
