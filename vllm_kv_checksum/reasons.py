@@ -40,7 +40,7 @@ SKIPPED = {
     "state_split": "has states whose split over TP ranks is not understood",
     "replicas": "has heads of which it is not known how many ranks hold them",
     "too_many_heads": "has more than 65536 heads or state rows per layer",
-    "layer_names": "has layers whose names do not number them once",
+    "layer_names": "has layers whose names do not number them once, as those of a draft model beside the model's own do (speculative method draft_model)",
     "backend": "is kept by an attention backend, or for it in a way, of which the order of bytes was not seen; the startup line names it",
     "no_cache": "names a layer that has no cache on the worker: report it",
     "memory_layout": "has strides, blocks or tokens that cannot be read as whole pieces",

@@ -25,7 +25,7 @@ PAUSE_S = 0.25
 
 DAMAGED = {"KVChecksumMismatch", "KVChecksumRequestsFail"}
 LOST = {"KVChecksumUnverified", "KVChecksumUnverifiedShare", "KVChecksumNothingChecked"}
-"""The alerts that loads bring about; KVChecksumGroupsSkipped needs a model with such groups."""
+"""The alerts that loads bring about; KVChecksumGroupsSkipped needs a model with such groups, see ``test_alerts.py``."""
 
 
 @contextlib.contextmanager

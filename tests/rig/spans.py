@@ -47,18 +47,23 @@ class Collector:
             AssertionError: none came, or several.
 
         """
+        (span,) = self.request_spans(request_id, 1, timeout)
+        return span
+
+    def request_spans(
+        self, request_id: str, number: int, timeout: float = 20
+    ) -> list[Attributes]:
+        """Wait for the spans of a request, one per answer; return what has come until there are `number`, or the end."""
         ends = time.monotonic() + timeout
-        while time.monotonic() < ends:
+        while True:
             found = [
                 told
                 for name, told in list(self._spans)
                 if name == "llm_request" and request_id in told["gen_ai.request.id"]
             ]
-            if found:
-                break
+            if len(found) >= number or time.monotonic() > ends:
+                return found
             time.sleep(0.05)
-        (span,) = found
-        return span
 
 
 def _value(value: Any) -> Any:

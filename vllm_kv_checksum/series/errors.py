@@ -92,4 +92,22 @@ with chat.function(
         """,
     )
 
-MODULES = [scheduler, exceptions, outputs, processor, response, chat]
+responses = Module("entrypoints/openai/responses/serving.py")
+responses.imports("from openai.types.responses import ResponseErrorEvent")
+with responses.function(
+    "OpenAIServingResponses.responses_stream_generator", since=_SINCE
+) as f:
+    # vLLM's own line takes the error for one of the stream's events, which it is not.
+    f.before(
+        "error_json = self._convert_generation_error_to_streaming_response(e)",
+        """
+        if getattr(e, "reason", None) is not None:
+            error = ResponseErrorEvent(
+                type="error", code=e.reason, message=str(e), sequence_number=-1
+            )
+            yield _increment_sequence_number_and_return(error)
+            return
+        """,
+    )
+
+MODULES = [scheduler, exceptions, outputs, processor, response, chat, responses]

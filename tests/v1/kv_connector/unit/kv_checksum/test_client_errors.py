@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Test that a failed load's client receives vLLM's retryable error and the reason."""
 
+import asyncio
+
 import pytest
 
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.client_errors import (
@@ -19,10 +21,15 @@ outputs = pytest.importorskip("vllm.outputs")
 if not hasattr(EngineCoreOutput, "error"):
     pytest.skip("this vLLM has no field for an error", allow_module_level=True)
 
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest  # noqa: E402
+from vllm.entrypoints.openai.responses.serving import (  # noqa: E402
+    OpenAIServingResponses,
+)
 from vllm.entrypoints.serve.exception_handling.error_response import (  # noqa: E402
     create_error_response,
 )
 from vllm.exceptions import RetryableRequestError  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
 
 MISMATCH = LoadVerdict({0: GroupVerdict(0, 7, [3], [Difference(3, 1, 2)])})
 UNVERIFIED = LoadVerdict(unverified=Unverified.NO_PAYLOAD, detail="of host-17")
@@ -66,3 +73,33 @@ def test_an_error_is_attached_in_its_step_alone():
     later = EngineCoreOutput(request_id="r", new_token_ids=[])
     errors.attach([[later]])
     assert later.error is None
+
+
+def test_a_streamed_response_ends_with_an_event_that_names_the_reason():
+    """By itself, vLLM takes the error for one of its events, and breaks off there."""
+    output, answer = answered(MISMATCH)
+
+    async def failing(*_):
+        raise output.error.to_exception()
+        yield
+
+    serving = object.__new__(OpenAIServingResponses)
+    serving.use_harmony, serving._process_simple_streaming_events = False, failing
+    request = ResponsesRequest(input="a prompt", model="model")
+    params = SamplingParams(max_tokens=4)
+
+    async def events():
+        stream = serving.responses_stream_generator(
+            request, params, None, None, "model", None, None
+        )
+        return [event.model_dump() async for event in stream]
+
+    *began, last = asyncio.run(events())
+    assert [event["sequence_number"] for event in began] == [0, 1]
+    assert last == {
+        "type": "error",
+        "code": "kv_checksum_mismatch",
+        "message": answer["error"]["message"],
+        "param": None,
+        "sequence_number": 2,
+    }
