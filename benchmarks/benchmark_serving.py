@@ -12,9 +12,14 @@ An *arm* is a pair of servers (NIXL pull, P and D) behind a router, with one set
 
 All arms are up at once and take turns, workload by workload, so that whatever else the
 machine does hits all alike. Every restart gives each arm another place in the order of
-starts and turns. A restart gives one ratio per arm, workload and figure; the table
-shows the mean over restarts with its 95% interval (Student's t, on logarithms). The
-last column sets an arm against the control, whose mean is not exactly 1 either.
+starts; the order of turns is drawn, and every other turn has it the other way round. All
+arms are asked the same prompts. A restart gives one ratio per arm, workload and figure,
+of medians over the turns; the table shows the mean over restarts with its 95% interval
+(Student's t, on logarithms). The last column sets an arm against the control, whose mean
+is not exactly 1 either.
+
+With `--json` every whole restart is kept, whatever happens later, and the same command
+goes on from there.
 """
 
 from __future__ import annotations
@@ -23,8 +28,10 @@ import argparse
 import contextlib
 import json
 import logging
-import math
+import random
+import signal
 import statistics
+import string
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,11 +39,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mpmath
+from serving_ratios import BASE, summary, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from rig.forkserver import ForkServer  # noqa: E402
+from rig.metrics import total  # noqa: E402
 from rig.model import CACHE, tiny_qwen3  # noqa: E402
 from rig.router import vllm_router  # noqa: E402
 from rig.servers import SERVED_NAME, Server, fork_server, serving  # noqa: E402
@@ -51,12 +59,16 @@ ARMS: dict[str, dict[str, Any]] = {
     "on": ON,
     "closed": CLOSED,
 }
-BASE, CONTROL = "off", "control"
-FIGURES = {
+OF_THE_CLIENT = {
     "TTFT": "median_ttft_ms",
     "TPOT": "median_tpot_ms",
     "throughput": "request_throughput",
 }
+OF_THE_SERVERS = {
+    "a request on P": (0, "vllm:e2e_request_latency_seconds"),
+    "first token on D": (1, "vllm:time_to_first_token_seconds"),
+}
+"""By figure: P or D, and the histogram whose mean over a turn's requests it is."""
 BEGAN = time.monotonic()
 
 
@@ -75,16 +87,19 @@ class Workload:
     prefix: int = 0
     at_once: int = 1
 
-    def options(self, requests: int, seed: int) -> list[str]:
-        """Return the client's options for one turn."""
-        asked = {
-            "random-input-len": self.tokens,
-            "random-prefix-len": self.prefix,
-            "max-concurrency": self.at_once,
-            "num-prompts": requests * self.at_once,
-            "seed": seed,
-        }
-        return [part for k, v in asked.items() for part in (f"--{k}", str(v))]
+    def prompts(self, requests: int, seed: str) -> list[str]:
+        """Draw the prompts of one turn; a capital letter is one token of the tiny model.
+
+        Prompts of different seeds have nothing in common, so that the prefix cache finds
+        only what is shared on purpose.
+        """
+        draw = random.Random(seed)
+
+        def text(tokens: int) -> str:
+            return "".join(draw.choices(string.ascii_uppercase, k=tokens))
+
+        shared = text(self.prefix)
+        return [shared + text(self.tokens) for _ in range(requests * self.at_once)]
 
 
 WORKLOADS = {
@@ -106,7 +121,9 @@ class Client:
         self._forks, self._model, self._folder = forks, model, folder
         self._turns = 0
 
-    def ask(self, url: str, options: Sequence[str], output: int) -> dict[str, Any]:
+    def ask(
+        self, url: str, prompts: Sequence[str], at_once: int, output: int
+    ) -> dict[str, Any]:
         """Run one turn and return what the client reports.
 
         Raises:
@@ -115,12 +132,20 @@ class Client:
         """
         self._turns += 1
         result = self._folder / f"turn-{self._turns}.json"
+        result.unlink(missing_ok=True)
+        # The client takes prompts that are given only as conversations of two parts.
+        dataset = result.with_suffix(".prompts.json")
+        asked = [{"conversations": [{"value": p}, {"value": ""}]} for p in prompts]
+        dataset.write_text(json.dumps(asked))
         line = [str(Path(sys.executable).parent / "vllm"), "bench", "serve"]
         line += ["--backend", "vllm", "--base-url", url, "--model", str(self._model)]
-        line += ["--served-model-name", SERVED_NAME, "--dataset-name", "random"]
-        line += ["--random-output-len", str(output), "--ignore-eos", "--disable-tqdm"]
+        line += ["--served-model-name", SERVED_NAME, "--ignore-eos", "--disable-tqdm"]
+        line += ["--dataset-name", "sharegpt", "--dataset-path", str(dataset)]
+        line += ["--sharegpt-output-len", str(output), "--disable-shuffle"]
+        line += ["--num-prompts", str(len(prompts))]
+        line += ["--max-concurrency", str(at_once)]
         line += ["--save-result", "--result-dir", str(result.parent)]
-        line += ["--result-filename", result.name, *options]
+        line += ["--result-filename", result.name]
         log = self._folder / f"turn-{self._turns}.log"
         process = self._forks.launch(line, {}, log)
         while process.poll() is None:
@@ -128,8 +153,8 @@ class Client:
         if process.returncode or not result.exists():
             raise SystemExit(f"the client failed: {log}")
         report: dict[str, Any] = json.loads(result.read_text())
-        if report.get("failed"):
-            raise SystemExit(f"{report['failed']} requests failed: {log}")
+        if report["completed"] != len(prompts):
+            raise SystemExit(f"{report['completed']} of {len(prompts)} requests: {log}")
         return report
 
 
@@ -139,10 +164,10 @@ class Restart:
     def __init__(self, args: argparse.Namespace, number: int, folder: Path) -> None:
         self.args, self.number, self.folder = args, number, folder
         names = list(args.arms)
-        # Another arm is first each time, and every other time the order is reversed.
+        # Another arm is first each time; once all were, they come in reversed order.
         turn = number % len(names)
         self.order = names[turn:] + names[:turn]
-        if number % 2:
+        if number // len(names) % 2:
             self.order.reverse()
 
     def servers(
@@ -181,30 +206,78 @@ class Restart:
                 for arm, pair in pairs.items()
             }
 
-    def measure(self, client: Client, urls: dict[str, str]) -> list[dict[str, Any]]:
+    def measure(
+        self,
+        client: Client,
+        urls: dict[str, str],
+        pairs: dict[str, tuple[Server, Server]],
+    ) -> list[dict[str, Any]]:
         """Let the arms take turns; return one row per arm and workload."""
         rows = []
         for name, workload in WORKLOADS.items():
-            found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in urls}
-            for turn in range(-1, self.args.turns):
-                order = self.order if turn % 2 else self.order[::-1]
-                seed = 1000 * self.number + turn + 1
+            found: dict[str, list[dict[str, float]]] = {arm: [] for arm in urls}
+            for turn, order in enumerate(self.turns(name), start=-1):
                 requests = self.args.requests if turn >= 0 else 3
+                prompts = workload.prompts(requests, f"{self.number} {name} {turn}")
                 for arm in order:
+                    before = served(pairs[arm])
                     report = client.ask(
-                        urls[arm], workload.options(requests, seed), self.args.output
+                        urls[arm], prompts, workload.at_once, self.args.output
                     )
+                    figures = {f: report[key] for f, key in OF_THE_CLIENT.items()}
+                    figures |= means(before, served(pairs[arm]), len(prompts))
                     if turn >= 0:  # the turn before the first warms up
-                        found[arm].append(report)
-            for arm, reports in found.items():
-                figures = {
-                    figure: statistics.median(r[key] for r in reports)
-                    for figure, key in FIGURES.items()
-                }
-                rows.append(
-                    {"restart": self.number, "arm": arm, "workload": name, **figures}
-                )
+                        found[arm].append(figures)
+            for arm, turns in found.items():
+                row = {"restart": self.number, "arm": arm, "workload": name}
+                for figure in turns[0]:
+                    value = statistics.median(turn[figure] for turn in turns)
+                    row[figure] = float(f"{value:.6g}")
+                rows.append(row)
+            say(f"restart {self.number + 1}: {name}: done")
         return rows
+
+    def turns(self, workload: str) -> Iterator[list[str]]:
+        """Yield the order of the arms in each turn, the one that warms up included.
+
+        Of two turns the second has the first's drawn order the other way round, so that
+        what changes steadily over both hits all arms alike.
+        """
+        draw = random.Random(f"{self.number} {workload}")
+        order = list(self.order)
+        yield order
+        for turn in range(self.args.turns):
+            if turn % 2 == 0:
+                draw.shuffle(order)
+            yield order if turn % 2 == 0 else order[::-1]
+
+
+Served = dict[str, tuple[float, float]]
+
+
+def served(pair: tuple[Server, Server]) -> Served:
+    """Return the seconds and the number of requests behind each figure of the servers."""
+    pages = [server.metrics() for server in pair]
+    return {
+        figure: (total(pages[side], f"{name}_sum"), total(pages[side], f"{name}_count"))
+        for figure, (side, name) in OF_THE_SERVERS.items()
+    }
+
+
+def means(before: Served, after: Served, requests: int) -> dict[str, float]:
+    """Return the mean milliseconds of the requests between two times.
+
+    Raises:
+        SystemExit: a server counted another number of requests.
+
+    """
+    found = {}
+    for figure, (seconds, number) in after.items():
+        took, counted = seconds - before[figure][0], number - before[figure][1]
+        if counted != requests:
+            raise SystemExit(f"{figure}: {counted:.0f} of {requests} requests")
+        found[figure] = 1e3 * took / counted
+    return found
 
 
 def check_loads(pairs: dict[str, tuple[Server, Server]]) -> None:
@@ -221,68 +294,89 @@ def check_loads(pairs: dict[str, tuple[Server, Server]]) -> None:
             raise SystemExit(f"{arm}: {good:.0f} of {every:.0f} loads were verified")
 
 
-def ratios(
-    rows: list[dict[str, Any]], workload: str, figure: str
-) -> dict[str, list[float]]:
-    """Return each arm's logarithms of the ratio to the base, one per restart."""
-    at = {
-        (r["restart"], r["arm"]): r[figure] for r in rows if r["workload"] == workload
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what results must have in common to be put together."""
+    return {
+        "arms": sorted(args.arms),
+        **{name: getattr(args, name) for name in ("turns", "requests", "output")},
+        "workloads": {name: vars(workload) for name, workload in WORKLOADS.items()},
     }
-    base = {restart: value for (restart, arm), value in at.items() if arm == BASE}
-    arms = dict.fromkeys(arm for _, arm in at if arm != BASE)
-    return {arm: [math.log(at[n, arm] / base[n]) for n in base] for arm in arms}
 
 
-def student_quantile(freedom: int) -> float:
-    """Return what Student's t exceeds in size with probability 5%."""
+class Results:
+    """The rows measured so far, in a file if one is named."""
 
-    def beyond(t: Any) -> Any:
-        inside = freedom / (freedom + t * t)
-        return mpmath.betainc(freedom / 2, 0.5, 0, inside, regularized=True) - 0.05
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._file: Path | None = args.json
+        self._settings = settings(args)
+        self.rows: list[dict[str, Any]] = []
 
-    return float(mpmath.findroot(beyond, (1.9, 13), solver="anderson"))
+    def resume(self) -> None:
+        """Take over the rows of the file, if it is there.
 
+        Raises:
+            ValueError: they were measured with other settings.
 
-def interval(values: Sequence[float]) -> str:
-    """Format the mean of logarithms of ratios as a ratio, with its 95% interval."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return f"{math.exp(mean):.3f}"
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    wide = student_quantile(len(values) - 1) * error
-    low, high = (math.exp(mean + sign * wide) for sign in (-1, 1))
-    return f"{math.exp(mean):.3f} ({low:.3f} to {high:.3f})"
+        """
+        if self._file is None or not self._file.exists():
+            return
+        found = json.loads(self._file.read_text())
+        if found["settings"] != self._settings:
+            raise ValueError(f"{self._file} was measured with other settings")
+        self.rows = found["rows"]
 
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Add a restart's rows; the file is whole at any time."""
+        self.rows += rows
+        if self._file is None:
+            return
+        content = {
+            "settings": self._settings,
+            "summary": summary(self.rows),
+            "rows": self.rows,
+        }
+        whole = self._file.with_suffix(".part")
+        whole.write_text(compact(content) + "\n")
+        whole.replace(self._file)
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the results as a table of Markdown."""
-    lines = [
-        f"| workload | figure | {BASE} | arm | times {BASE} | times {CONTROL} |",
-        "|---|---|---|---|---|---|",
-    ]
-    for workload in dict.fromkeys(row["workload"] for row in rows):
-        for figure in FIGURES:
-            base = statistics.median(
-                r[figure] for r in rows if (r["workload"], r["arm"]) == (workload, BASE)
-            )
-            found = ratios(rows, workload, figure)
-            control = found.get(CONTROL)
-            for arm, values in found.items():
-                beyond = "-"
-                if control and arm != CONTROL:
-                    paired = zip(values, control, strict=True)
-                    beyond = interval([x - y for x, y in paired])
-                lines.append(
-                    f"| {workload} | {figure} | {base:.4g} | {arm} | {interval(values)} "
-                    f"| {beyond} |"
-                )
-    return "\n".join(lines)
+    @property
+    def restarts(self) -> int:
+        return len({row["restart"] for row in self.rows})
 
 
-def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Run all restarts; return one row per restart, arm and workload."""
+def compact(content: dict[str, Any]) -> str:
+    """Return JSON that has each entry of a list in a line of its own."""
+    parts = []
+    for name, value in content.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(json.dumps(one) for one in value) + "\n]"
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}"
+
+
+class Deadline:
+    """Tells whether one more restart fits into the time, by the longest so far."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = None if minutes is None else BEGAN + 60 * minutes
+        self._longest = 0.0
+        self._began = time.monotonic()
+
+    def begin(self) -> bool:
+        """Begin a restart, if it fits."""
+        self._began = time.monotonic()
+        return self._end is None or self._began + self._longest < self._end
+
+    def done(self) -> None:
+        """Take note of how long the restart took."""
+        self._longest = max(self._longest, time.monotonic() - self._began)
+
+
+def run(args: argparse.Namespace, folder: Path, results: Results) -> None:
+    """Run restarts until there are as many as wanted, or the time is over."""
     model = tiny_qwen3()
-    rows: list[dict[str, Any]] = []
+    deadline = Deadline(args.minutes)
     with contextlib.ExitStack() as stack:
         patched = stack.enter_context(contextlib.closing(fork_server(folder)))
         forks: dict[bool, tuple[ForkServer, dict[str, str]]] = {False: (patched, {})}
@@ -291,21 +385,29 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             stock = fork_server(folder / "stock", env)
             forks[True] = (stack.enter_context(contextlib.closing(stock)), env)
         client = Client(patched, model, folder)
-        for number in range(args.restarts):
+        while results.restarts < args.restarts and deadline.begin():
+            number = results.restarts
             restart = Restart(args, number, folder)
             pairs = restart.servers(model, forks)
             with serving(*(server for pair in pairs.values() for server in pair)):
                 say(f"restart {number + 1} of {args.restarts}: all servers are up")
                 with restart.routers(pairs) as urls:
-                    rows += restart.measure(client, urls)
+                    rows = restart.measure(client, urls, pairs)
                 check_loads(pairs)
-            say(f"restart {number + 1} of {args.restarts}: done\n{table(rows)}")
-            if args.json:  # what is measured is not lost if a later restart fails
-                args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    return rows
+            deadline.done()
+            results.add(rows)
+            say(
+                f"restart {number + 1} of {args.restarts}: done\n"
+                + table(summary(results.rows))
+            )
 
 
-def main() -> None:
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Measure, and print the table of whatever was measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -318,7 +420,7 @@ def main() -> None:
     )
     counts = {
         "restarts": (10, "how often all servers are started anew"),
-        "turns": (3, "how many turns each arm takes per restart and workload"),
+        "turns": (4, "how many turns each arm takes per restart and workload"),
         "requests": (20, "requests of one turn, one after the other"),
         "output": (8, "tokens of each answer"),
     }
@@ -331,16 +433,39 @@ def main() -> None:
             help=f"{text} (default: {default})",
         )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results there, too"
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="begin no restart that would not end within so many minutes",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the results there after each restart; restarts that are there count",
     )
     args = parser.parse_args()
     args.arms = list(dict.fromkeys([BASE, *args.arms]))
+    results = Results(args)
+    try:
+        results.resume()
+    except ValueError as error:
+        parser.error(str(error))
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, interrupt)
     folder = CACHE / "logs" / "benchmark_serving"
     folder.mkdir(parents=True, exist_ok=True)
-    rows = run(args, folder)
-    print(table(rows))
+    status = 0
+    try:
+        run(args, folder, results)
+    except KeyboardInterrupt:
+        print("stopped; what whole restarts measured is kept", file=sys.stderr)
+        status = 130
+    finally:
+        if results.rows:
+            print(table(summary(results.rows)))
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

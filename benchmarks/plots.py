@@ -10,10 +10,15 @@ The kind of plot follows from the results:
 - `kernels/benchmark_kv_checksum.py`: the rate of each way to read a layer's blocks.
 - `benchmark_kv_checksum_host.py`, one result per block size: the host's time for one
   request of 128k tokens, on P and on D.
+- the same with `--requests`: the host's time for one request by its tokens.
+- `benchmark_kv_checksum_engine.py`: what is added to the engine's thread.
+- `kernels/benchmark_cpu_layouts.py`, one result per run: the share of a plain read.
+- `kernels/kernel_instructions.py`: the share of what GPUs can issue.
+- `benchmark_serving.py`: the ratios of served requests, with their intervals.
 
-The last two print their JSON as the last line of their output. The same results give
-the same file. Needs matplotlib and nothing else of this project, so that any
-environment will do.
+The second and the third print their JSON as the last line of their output. The same
+results give the same file. Needs matplotlib and nothing else that this project lacks, so
+that any environment will do. `evidence.py` makes all plots of the documents.
 """
 
 from __future__ import annotations
@@ -25,6 +30,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import cost_plots
+from cost_plots import label_rows
 
 NEEDS = "this needs matplotlib: pip install matplotlib==3.10.0"
 
@@ -107,8 +115,17 @@ def host_steps(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]
     return rows
 
 
-def draw(result: dict[str, Any] | Sequence[dict[str, Any]], file: Path) -> None:
+def draw(
+    result: dict[str, Any] | Sequence[dict[str, Any]],
+    file: Path,
+    requests: bool = False,
+) -> None:
     """Write the plot of one result, or of several of the same program, as SVG.
+
+    Args:
+        result: what the program wrote.
+        file: the SVG.
+        requests: whether to draw the host's time for whole requests.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -122,16 +139,38 @@ def draw(result: dict[str, Any] | Sequence[dict[str, Any]], file: Path) -> None:
 
     results = [result] if isinstance(result, dict) else list(result)
     with pyplot.rc_context(STYLE):
-        if len(results) == 1 and "cells" in results[0]:
-            figure = _draw_shares(pyplot, shares(results[0]))
-        elif len(results) == 1 and "machine" in results[0]:
-            figure = _draw_rates(pyplot, rates(results[0]))
-        elif results and all("block_size" in one for one in results):
-            figure = _draw_host_steps(pyplot, host_steps(results))
-        else:
-            raise ValueError("no results of one program that this can draw")
+        figure = _figure(pyplot, results, requests)
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         pyplot.close(figure)
+
+
+def _figure(pyplot: Any, results: list[dict[str, Any]], requests: bool) -> Any:
+    """Return the figure of some results.
+
+    Raises:
+        ValueError: the results are of no program that this knows.
+
+    """
+    if results and all("cache" in (one.get("results") or [{}])[0] for one in results):
+        return cost_plots.layouts(pyplot, results)
+    if len(results) == 1:
+        (one,) = results
+        if requests and one.get("whole requests"):
+            return cost_plots.whole_requests(pyplot, one["whole requests"])
+        if "cells" in one:
+            return _draw_shares(pyplot, shares(one))
+        if "engine" in one:
+            return cost_plots.engine(pyplot, one["engine"])
+        if "caches" in one:
+            found = cost_plots.kernel_instructions.Result.of(one)
+            return cost_plots.instructions(pyplot, found)
+        if "summary" in one:
+            return cost_plots.serving(pyplot, one["summary"])
+        if "machine" in one:
+            return _draw_rates(pyplot, rates(one))
+    if results and all("block_size" in one for one in results):
+        return _draw_host_steps(pyplot, host_steps(results))
+    raise ValueError("no results of one program that this can draw")
 
 
 def _draw_shares(pyplot: Any, rows: dict[str, tuple[int, dict[str, int]]]) -> Any:
@@ -150,7 +189,7 @@ def _draw_shares(pyplot: Any, rows: dict[str, tuple[int, dict[str, int]]]) -> An
                 text = f" 0 of {sets:,}"
                 axes.text(edge, y, text, color=color, va="center", fontsize=7)
     axes.set(xscale="log", xlim=(edge, 1))
-    _label_rows(axes, list(rows))
+    label_rows(axes, list(rows))
     axes.set_xlabel("share of damaged sets missed, KV of few values")
     figure.legend(loc="outside upper center", ncols=len(LOOK), frameon=False)
     return figure
@@ -181,7 +220,7 @@ def _draw_rates(pyplot: Any, rows: dict[str, dict[str, float]]) -> Any:
             fontsize=7,
         )
     axes.set(xscale="log")
-    _label_rows(axes, list(rows))
+    label_rows(axes, list(rows))
     axes.set_xlabel("GB/s; at the right, this checksum's and a plain read's")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return figure
@@ -199,21 +238,10 @@ def _draw_host_steps(pyplot: Any, rows: dict[str, dict[str, float]]) -> Any:
     for name, color in STEPS.items():
         axes.barh(0, 0, color=color, label=name)
     axes.set_xlim(0, 1.1 * max(sum(took.values()) for took in rows.values()))
-    _label_rows(axes, list(rows))
+    label_rows(axes, list(rows))
     axes.set_xlabel("microseconds of the host, one request of 128k tokens")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return figure
-
-
-def _label_rows(axes: Any, names: list[str]) -> None:
-    """Name the rows from above, with a line between any two of them."""
-    for row in range(1, len(names)):
-        axes.axhline(row - 0.5, color="#dddddd", linewidth=0.6)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def main() -> int:
@@ -225,9 +253,15 @@ def main() -> int:
         "results", type=Path, nargs="+", help="what a benchmark wrote with --json"
     )
     parser.add_argument("plot", type=Path, help="the SVG to write")
+    parser.add_argument(
+        "--requests",
+        action="store_true",
+        help="of the host's results, draw the time for whole requests",
+    )
     args = parser.parse_args()
     try:
-        draw([json.loads(file.read_text()) for file in args.results], args.plot)
+        found = [json.loads(file.read_text()) for file in args.results]
+        draw(found, args.plot, args.requests)
     except ImportError:
         print(NEEDS, file=sys.stderr)
         return 1

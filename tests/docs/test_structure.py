@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import evidence
 import plots
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -282,23 +283,52 @@ def test_the_host_s_times_that_are_drawn_are_the_table_s():
 
 
 def test_what_is_drawn_says_where_it_is_from():
+    """Results are transcribed from a table, or as their program wrote them."""
     for file in RESULTS.iterdir():
-        assert (
-            "kv_checksum_evidence.md"
-            in json.loads(file.read_text())["transcribed_from"]
-        )
-        assert file.stem.split("_")[0] in ("kernel", "host")
-        assert file.name in EVIDENCE.read_text()
+        result = json.loads(file.read_text())
+        if file.stem not in ("kernel_instructions", "serving"):
+            assert "kv_checksum_evidence.md" in result["transcribed_from"]
+            assert file.name in EVIDENCE.read_text()
 
 
-def test_the_plots_are_the_same_every_time(tmp_path):
+def test_the_requests_and_layouts_that_are_drawn_are_the_tables_():
+    text = EVIDENCE.read_text()
+    (requests,) = evidence.results("requests")
+    totals = {(r["tokens"], r["side"]): r["us"] for r in requests["whole requests"]}
+    table = rows(text, "| tokens | P |")
+    assert len(totals) == 2 * len(table) == 8
+    for row in table:
+        for side, cell in (("P", row[1]), ("D", row[3])):
+            tokens = int(row[0].replace(",", ""))
+            found = totals[tokens, side]["without reading"]
+            assert found == int(cell.replace(",", ""))
+    (layouts,) = evidence.results("cpu_layouts")
+    shares = {(r["cache"], r["bytes"]): r["of read"] for r in layouts["results"]}
+    table = rows(text, "| layer | 1 MiB |")
+    assert len(shares) == 3 * len(table)
+    for row in table:
+        for size, cell in zip((2**20, 2**24, 2**26), row[1:4], strict=True):
+            told = [int(n) for n in cell.partition("%")[0].split("-")]
+            drawn = [round(100 * share) for share in shares[row[0], size]]
+            assert drawn == [told[0], told[-1]]
+
+
+@pytest.mark.parametrize("plot", [*evidence.PLOTS])
+def test_the_plots_are_the_same_every_time(plot, tmp_path):
     pytest.importorskip("matplotlib")
-    for name, results in (
-        ("kernel_cpu", [json.loads((RESULTS / "kernel_cpu.json").read_text())]),
-        ("host", [host_result(size) for size in (128, 16, 64)]),
-    ):
-        plots.draw(results, tmp_path / name)
-        kept = ROOT / f"docs/design/kv_checksum_{name}.svg"
-        assert (tmp_path / name).read_bytes() == kept.read_bytes()
+    drawn = evidence.draw(plot, tmp_path)
+    kept = evidence.DOCUMENT.parent / f"kv_checksum_{plot}.svg"
+    assert kept.exists() == (drawn is not None)
+    if drawn is not None:
+        assert drawn.read_bytes() == kept.read_bytes()
+
+
+def test_results_of_two_programs_are_not_drawn_together(tmp_path):
+    pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="no results of one program"):
         plots.draw([{"cells": []}, {"machine": ""}], tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", [*evidence.sections()])
+def test_generated_sections_are_what_the_results_say(name):
+    assert evidence.written(name) == evidence.sections()[name]
