@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -143,6 +144,13 @@ def _fork_instead_of_spawn() -> None:
             module.get_mp_context = forking  # type: ignore[attr-defined]
 
 
+def _set_log_level() -> None:
+    """Log as the environment says: vLLM before 0.31.0 reads it only when it is imported."""
+    logger = logging.getLogger("vllm")
+    for each in (logger, *logger.handlers):
+        each.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
+
+
 def _become_server(request: dict[str, Any], run: Callable[[], object]) -> None:
     """Turn the forked process into the server; never returns."""
     code = 1
@@ -152,6 +160,7 @@ def _become_server(request: dict[str, Any], run: Callable[[], object]) -> None:
         os.environ.clear()
         os.environ.update(request["env"])
         sys.argv = request["argv"]
+        _set_log_level()
         run()
         code = 0
     except SystemExit as leaving:

@@ -239,7 +239,9 @@ class KVChecksumScheduler:
         if not num_tokens:
             return num_tokens, is_async
         req_id = request.request_id
-        if req_id in self._consequences.computes:
+        # vLLM 0.30.0 has connectors load for requests that shall read no cache.
+        denied = req_id in self._consequences.computes
+        if denied or request.skip_reading_prefix_cache:
             return 0, False
         if self.ledger is None:
             if is_async or not self.fail_closed:
