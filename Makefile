@@ -8,6 +8,9 @@ MINUTES ?= 30
 WORKERS ?= 2
 # A file's tests share its servers. In the order of collection, so that the servers' files come early.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# What make test-base runs. Servers: every carrier, stores, offloading, and the release beside its own stock.
+BASE_SERVERS := nixl_pull carriers mixed_versions offloading simple_cpu_offload multi_connector
+BASE_TESTS := tests/v1 tests/series $(BASE_SERVERS:%=tests/e2e/test_%.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help env unit test test-slow test-base test-upstream test-gpu gpu-report lint bench bench-serving campaign mutants \
@@ -19,7 +22,7 @@ help:
 	@echo "make unit   the tests that need no servers"
 	@echo "make test   every test, with real vLLM servers (WORKERS=2 files at a time)"
 	@echo "make test-slow  what make test leaves out: the real wheel of vLLM, more orders of events"
-	@echo "make test-base  the unit tests on another supported vLLM (BASE=0.32.0)"
+	@echo "make test-base  the unit tests on another supported vLLM, and real servers of it (BASE=0.32.0)"
 	@echo "make test-upstream  vLLM's own tests: what passes on stock passes on the patched tree"
 	@echo "            (downloads vLLM's source distribution; half an hour and more)"
 	@echo "make bench  what the checks cost: summing KV, the code on the host, and loads from a store"
@@ -52,7 +55,7 @@ test-slow: env
 
 test-base: env
 	$(BIN)/python tests/rig/older.py $(BASE)
-	PYTHONPATH=.rig/vllm-$(BASE) $(BIN)/python -m pytest tests/v1 tests/series -m "not slow" $(PARALLEL) -q
+	PYTHONPATH=$(CURDIR)/.rig/vllm-$(BASE) $(BIN)/python -m pytest $(BASE_TESTS) -m "not slow" $(PARALLEL) -q
 
 test-upstream: env
 	$(BIN)/python tests/rig/upstream.py

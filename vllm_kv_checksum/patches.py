@@ -59,11 +59,13 @@ def write_patches(
         raise InstallError(f"--from {sender!r} is not of the form 'Name <address>'")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for number, (patch, changes) in enumerate(
-        changes_of_patches(package, feature_dir, checkout), 1
-    ):
+    patches = [*changes_of_patches(package, feature_dir, checkout)]
+    # One that changes nothing of this release is not there.
+    patches = [(patch, changes) for patch, changes in patches if changes]
+    for number, (patch, changes) in enumerate(patches, 1):
         path = folder / f"{number:04}-{patch.name}.patch"
-        path.write_text(_mail(patch, number, changes, sender), "utf-8", newline="\n")
+        place = f"{number:02}/{len(patches)}"
+        path.write_text(_mail(patch, place, changes, sender), "utf-8", newline="\n")
         written.append(path)
     return written
 
@@ -111,7 +113,7 @@ def feature_of(patch: Patch, feature: Mapping[str, bytes]) -> list[str]:
     ]
 
 
-def _mail(patch: Patch, number: int, changes: Sequence[Change], sender: str) -> str:
+def _mail(patch: Patch, place: str, changes: Sequence[Change], sender: str) -> str:
     title, _, text = patch.message.partition("\n")
     date = format_datetime(datetime.now(timezone.utc))
     diffs = "".join(line for c in changes for line in file_diff(c.path, c.old, c.new))
@@ -120,7 +122,7 @@ def _mail(patch: Patch, number: int, changes: Sequence[Change], sender: str) -> 
         f"From {_NO_COMMIT} Mon Sep 17 00:00:00 2001\n"
         f"From: {formataddr(parseaddr(sender))}\n"
         f"Date: {date}\n"
-        f"Subject: [PATCH {number:02}/{len(PATCHES)}] {title}\n"
+        f"Subject: [PATCH {place}] {title}\n"
         "MIME-Version: 1.0\n"
         "Content-Type: text/plain; charset=UTF-8\n"
         "Content-Transfer-Encoding: 8bit\n"

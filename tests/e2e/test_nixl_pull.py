@@ -69,7 +69,7 @@ def abort_some(p, d):
             "max_tokens": 50,
             "kv_transfer_params": params,
         }
-        with contextlib.suppress(httpx.TimeoutException):
+        with contextlib.suppress(httpx.TransportError):
             httpx.post(
                 f"http://127.0.0.1:{d.port}/v1/completions",
                 json=body,

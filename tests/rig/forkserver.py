@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -131,14 +132,23 @@ def _fork_instead_of_spawn() -> None:
 
     utils: Any = importlib.import_module("vllm.utils.system_utils")
     stock = utils.get_mp_context
+    # vLLM before 0.33.0 does not do that.
+    release_threads = getattr(utils, "_release_libgomp_threads", lambda: None)
 
     def forking() -> Any:
-        utils._release_libgomp_threads()
+        release_threads()
         return multiprocessing.get_context("fork")
 
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get("get_mp_context") is stock:
             module.get_mp_context = forking  # type: ignore[attr-defined]
+
+
+def _set_log_level() -> None:
+    """Log as the environment says: vLLM before 0.31.0 reads it only when it is imported."""
+    logger = logging.getLogger("vllm")
+    for each in (logger, *logger.handlers):
+        each.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
 
 
 def _become_server(request: dict[str, Any], run: Callable[[], object]) -> None:
@@ -150,6 +160,7 @@ def _become_server(request: dict[str, Any], run: Callable[[], object]) -> None:
         os.environ.clear()
         os.environ.update(request["env"])
         sys.argv = request["argv"]
+        _set_log_level()
         run()
         code = 0
     except SystemExit as leaving:

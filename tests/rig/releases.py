@@ -112,6 +112,12 @@ def tiers(stock: Stock) -> str:
     return "each tier" if "get_external_cache_hit_sources" in names else "the connector"
 
 
+def context(stock: Stock) -> str:
+    """Return what becomes of context parallelism: whether specs tell which caches it shards."""
+    members = stock.members("v1/kv_cache_interface.py", "KVCacheSpec")
+    return "`NixlConnector`" if "dcp_sharded" in members else "off, or refused"
+
+
 def ray(stock: Stock) -> str:
     """Return which executors lose reports under pipeline parallelism."""
     return "refused" if stock.path_of("vllm.v1.executor.ray_executor") else "not there"
@@ -129,6 +135,7 @@ def rows(stocks: list[Stock]) -> Iterator[tuple[str, list[str]]]:
         "classes of state layers whose TP split is known": states,
         "attention backends that are read": backends,
         "a failed request's client reads": told,
+        "context parallelism": context,
         "legacy Ray executor with pipeline parallelism": ray,
     }
     for label, probe in probes.items():

@@ -26,7 +26,8 @@ def make_wheel(folder: Path, version: str = VERSION, damaged: bool = False) -> P
     package = installer.find_package(None)
     backups = package / installer.MANIFEST_DIR / "originals"
     files = {"vllm/_version.py": f'__version__ = "{VERSION}"'.encode(), TOOL: b"#!\n"}
-    for module in [*load_series(), Module("v1/core/sched/scheduler.py")]:
+    series = [m for m in load_series() if m.concerns(VERSION)]
+    for module in [*series, Module("v1/core/sched/scheduler.py")]:
         files[f"vllm/{module.path}"] = (backups / module.path).read_bytes()
     info = f"vllm-{version}.dist-info"
     about = f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n\nVersion: text\n"

@@ -40,16 +40,15 @@ def tree(open_tmp):
     """Return the files of this environment's vLLM that the series edits."""
     installed, root = installer.find_package(None), open_tmp / "site" / "vllm"
     backups = installed / installer.MANIFEST_DIR / "originals"
-    for module in load_series():
+    version = installer.read_version(installed)
+    for module in filter(lambda m: m.concerns(version), load_series()):
         path = root / module.path
         path.parent.mkdir(parents=True, exist_ok=True)
         backup = backups / module.path
         path.write_bytes(
             (backup if backup.is_file() else installed / module.path).read_bytes()
         )
-    (root / "_version.py").write_text(
-        f"__version__ = version = '{installer.read_version(installed)}'\n"
-    )
+    (root / "_version.py").write_text(f"__version__ = version = '{version}'\n")
     for path in (root.parent, root, *root.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return root

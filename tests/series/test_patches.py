@@ -12,10 +12,10 @@ import pytest
 from kv_checksum.rig import transports
 from rig.stock import link_patched_vllm
 
-from vllm_kv_checksum import cli
+from vllm_kv_checksum import cli, patches
 from vllm_kv_checksum.apply import FEATURE, find_package, make_plan
 from vllm_kv_checksum.cli import feature_dir
-from vllm_kv_checksum.patches import changes_of_patches
+from vllm_kv_checksum.patches import Change, changes_of_patches
 from vllm_kv_checksum.series import PATCHES, load_series
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,26 +88,40 @@ def files_below(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_git_am_of_all_gives_what_apply_gives(plan, repository, tmp_path_factory):
+def test_git_am_of_all_gives_what_apply_gives(
+    plan, changes, repository, tmp_path_factory
+):
+    """VLLM 0.30.0 has nothing for one of them to change."""
+    written = [patch for patch, files in changes if files]
+    assert len(written) >= len(PATCHES) - plan.vllm_version.startswith("0.30.")
     folder = tmp_path_factory.mktemp("patches")
     author = "Ada Löve <ada@localhost>"
     command = ["format-patch", "-o", str(folder), "--from", author]
     assert cli.main(command) == 0
     patches = sorted(folder.glob("*.patch"))
-    assert [p.stem.partition("-")[2] for p in patches] == [p.name for p in PATCHES]
+    assert [p.stem.partition("-")[2] for p in patches] == [p.name for p in written]
     git(repository, "am", *map(str, patches))
     feature = {f"{FEATURE}/{name}": data for name, data in plan.feature.items()}
     assert files_below(repository / "vllm") == {**plan.edited, **feature}
     log = git(repository, "log", "--format=%an <%ae>|%s", "--reverse").splitlines()[1:]
-    assert [line.partition("|")[0] for line in log] == [author] * len(PATCHES)
+    assert [line.partition("|")[0] for line in log] == [author] * len(written)
     titles = [line.partition("|")[2] for line in log]
-    assert titles == [p.message.partition("\n")[0] for p in PATCHES]
+    assert titles == [p.message.partition("\n")[0] for p in written]
     assert all(len(title) <= 72 for title in titles)
     brought = git(repository, "ls-files", "tests", "docs").split()
     assert f"{UNIT}/test_worker.py" in brought
     assert "docs/features/kv_checksum.md" in brought
     for name in brought:
         assert (repository / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_a_patch_that_changes_nothing_is_not_written(monkeypatch, tmp_path):
+    found = [(PATCHES[0], []), (PATCHES[1], [Change("vllm/a.py", None, b"a = 1\n")])]
+    monkeypatch.setattr(patches, "changes_of_patches", lambda *_: iter(found))
+    package, author = find_package(None), "Ada <ada@localhost>"
+    (path,) = patches.write_patches(package, feature_dir(), tmp_path, author=author)
+    assert path.name == f"0001-{PATCHES[1].name}.patch"
+    assert "Subject: [PATCH 01/1] " in path.read_text()
 
 
 def test_every_module_and_test_comes_once(changes, plan):

@@ -105,11 +105,13 @@ with worker.function("SimpleCPUOffloadWorker.register_kv_caches") as f:
         """,
     )
 with worker.function("SimpleCPUOffloadWorker.wait_for_save") as f:
-    f.prepend(
+    # Once per store: vLLM 0.30.0 calls the function twice in a step.
+    f.before(
+        "backend = self._backend",
         """
         if self.kv_checksums is not None:
-            self.kv_checksums.save(self._connector_metadata)
-        """
+            self.kv_checksums.save(metadata)
+        """,
     )
 
 MODULES = [connector, metadata, manager, worker]

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_checksum.testing import (
 )
 
 from .rig import real_workers as real
+from .rig.versions import REPORTED_PUSH, needs
 
 
 class NixlPull(ConnectorFactory):
@@ -143,7 +144,7 @@ class OffloadingAtOnce(Offloading):
     "factory",
     [
         NixlPull,
-        NixlPush,
+        pytest.param(NixlPush, marks=needs("0.31.0", REPORTED_PUSH)),
         Mooncake,
         Offload,
         Several,

@@ -23,7 +23,9 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 from .rig import caches as u
 from .rig import instances as rig
 from .rig.store import STORES, Executor
-from .rig.versions import ON_EVERY_RANK
+from .rig.versions import ON_EVERY_RANK, needs
+
+pytestmark = needs("0.31.0", "such plan of host-resident caches for groups of one spec")
 
 NUM_BLOCKS = 40
 BLOCKS = KVChecksumBlocks(57, {0: (1, [5, 2, 7]), 1: (1, [5, 2, 7])})

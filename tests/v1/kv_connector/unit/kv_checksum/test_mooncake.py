@@ -204,7 +204,12 @@ def test_finished_loads_are_taken_before_the_queue_is_drained():
         checksums.receive(raw({"a": b"1"}), ["a"], {"a"})
         return KVConnectorTransferResults(finished_recving={"a"})
 
-    worker = SimpleNamespace(kv_checksums=checksums, get_transfer_results=take)
-    connector = SimpleNamespace(connector_worker=worker)
-    results = MooncakeConnector.get_transfer_results(connector, set())
+    connector = MooncakeConnector.__new__(MooncakeConnector)
+    connector.connector_worker = SimpleNamespace(
+        kv_checksums=checksums,
+        get_transfer_results=take,
+        # vLLM 0.30.0 asks for this.
+        get_finished=lambda: (None, take().finished_recving),
+    )
+    results = connector.get_transfer_results(set())
     assert results.kv_checksums == {"a": b"1"}

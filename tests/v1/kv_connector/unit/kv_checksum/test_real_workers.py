@@ -20,13 +20,20 @@ from vllm.v1.engine import FinishReason
 from .rig import instances as rig
 from .rig import real_workers as real
 from .rig.instances import tokens
-from .rig.versions import needs, older_than, without
+from .rig.versions import REPORTED_PUSH, needs, older_than, without
 
 NUM_BLOCKS = 1500
 _numbers = count()
 
 
-@pytest.fixture(scope="module", params=["pull", "push", "mooncake"])
+PATHS = (
+    "pull",
+    pytest.param("push", marks=needs("0.31.0", REPORTED_PUSH)),
+    "mooncake",
+)
+
+
+@pytest.fixture(scope="module", params=PATHS)
 def side(request, model):
     """Yield P and D with checksums on, `p_off` and `d_off` without, over one path."""
     with ExitStack() as stack:

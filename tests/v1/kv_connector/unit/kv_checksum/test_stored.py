@@ -402,6 +402,16 @@ def test_a_store_that_keeps_a_bad_block_is_not_asked_again(model):
     assert b.stats[MISMATCH] == 1 and len(b.store.dropped) == 1
 
 
+@pytest.mark.parametrize(
+    ("gave_up", "admitted"), [(True, (0, False)), (False, (64, True))]
+)
+def test_who_shall_read_no_cache_loads_nothing(model, gave_up, admitted):
+    """The scheduler of vLLM 0.30.0 takes what such a request is offered."""
+    b = store.StoringInstance(model, **MODES["recompute"])
+    request = SimpleNamespace(request_id="r", skip_reading_prefix_cache=gave_up)
+    assert b.scheduler.kv_checksum.admit(request, 0, 64, True) == admitted
+
+
 @pytest.mark.parametrize("mode", ["open", "recompute"])
 @pytest.mark.parametrize("position", [0, 3])
 def test_values_stay_that_the_connector_failed_to_load(model, mode, position):

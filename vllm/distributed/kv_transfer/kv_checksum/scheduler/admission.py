@@ -56,7 +56,9 @@ class Admission:
         """Tell how many tokens a request may load: see `KVChecksumScheduler.admit`."""
         if not num_tokens:
             return num_tokens, is_async
-        if request.request_id in self.consequences.computes:
+        # vLLM 0.30.0 has connectors load for requests that shall read no cache.
+        denied = request.request_id in self.consequences.computes
+        if denied or request.skip_reading_prefix_cache:
             return 0, False
         if self.quarantine is not None and self._is_quarantined(request):
             return 0, False

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
+from .versions import ON_EVERY_RANK
 from .writers import MLA, Writer, drawn
 
 V4, V41 = "vllm.models.deepseek_v4.", "vllm.models.deepseek_v41."
@@ -138,7 +139,7 @@ def latents(ratio, content=584, dtype="fp8_ds_mla", alignment=576):
         block_size=STATES * ratio,
         num_kv_heads=1,
         head_size=512,
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
         dtype=PLAIN.get(dtype, torch.uint8),
         tokens_per_state=ratio,
         cache_dtype_str=dtype,
@@ -154,7 +155,7 @@ def indexer(ratio, width=132):
         block_size=STATES * ratio,
         num_kv_heads=1,
         head_size=width,
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
         dtype=torch.uint8,
         tokens_per_state=ratio,
         alignment=576,
@@ -235,7 +236,7 @@ def v4_states(ratio):
     spec = SlidingWindowMLASpec(
         block_size=4 if ratio == 4 else 8,
         num_kv_heads=1,
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
         head_size=2 * head,
         dtype=torch.float32,
         sliding_window=8 if ratio == 4 else 128,
@@ -279,7 +280,7 @@ def window(module, content, path="nvidia.flashmla.DeepseekSparseSWAFlashMLABacke
         alignment=576 if content == 584 else 512,
         model_version="deepseek_v4",
         state_content_bytes=content,
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
         kv_quant_mode=get_kv_quant_mode("fp8_ds_mla"),
     )
 
@@ -407,7 +408,7 @@ def kpool(mx, ratio=4):
             num_kv_heads=1,
             head_size=132,
             dtype=torch.uint8,
-            max_tp_shards=1,
+            **ON_EVERY_RANK,
             cache_role=SparseCacheRole.INDEXER,
             tokens_per_state=ratio,
         ),

@@ -26,6 +26,9 @@ ON_EVERY_RANK = {} if older_than("0.31.0") else {"max_tp_shards": 1}
 """Arguments of a spec whose cache every TP rank holds whole. Before vLLM 0.31.0 specs
 did not declare that; MLA-type ones are held so."""
 
+REPORTED_PUSH = "report of a finished push, so that P keeps its blocks for 30 s"
+"""What NIXL push lacks before vLLM 0.31.0, with checksums or without."""
+
 
 def needs(release: str, what: str) -> pytest.MarkDecorator:
     """Skip tests on a vLLM from before a release, which brought something."""

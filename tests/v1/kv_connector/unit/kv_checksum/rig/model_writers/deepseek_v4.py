@@ -11,6 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec, get_kv_quant_mode
 
 from ..compressed import PLAIN, V4, V41
+from ..versions import ON_EVERY_RANK
 from ..writers import MLA, Writer, drawn
 from .common import GAP
 
@@ -42,7 +43,7 @@ def window(dtype, cells):
         cache_dtype_str=dtype,
         alignment=512,
         model_version="deepseek_v4",
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
         kv_quant_mode=get_kv_quant_mode(dtype),
     )
 

@@ -14,6 +14,7 @@ from vllm import _custom_ops as ops
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
 from ..compressed import integer_masks
+from ..versions import ON_EVERY_RANK
 from ..writers import CACHE_DTYPES, HEADS, ROWS, SCALE, drawn, full, like_a_gpu, twin
 from .common import GAP, ModelWriter, Written, model_module, norm, weight
 
@@ -95,7 +96,7 @@ def minimax_index_spec(dtype=torch.bfloat16, block_size=8):
         head_size=MINIMAX_DIM,
         dtype=dtype,
         cache_role=SparseCacheRole.INDEXER,
-        max_tp_shards=1,
+        **ON_EVERY_RANK,
     )
 
 
