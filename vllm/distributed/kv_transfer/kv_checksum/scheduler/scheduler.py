@@ -518,7 +518,7 @@ class KVChecksumScheduler:
             self._judge_ended(output, requests, known_failed, scheduled, bad)
         if self._drawn and scheduled is not None:
             self._judge_drawn(requests, scheduled, bad)
-        if self._answers.by_name and scheduled is not None:
+        if self._answers.by_name:
             for answer in self._answers.take_summed(scheduled):
                 payload = self._make_payload(answer.request, answer, answer.held)
                 if payload is not None:
