@@ -7,7 +7,6 @@ from rig import releases
 from rig.stock import link_stock_vllm
 
 from vllm_kv_checksum import KNOWN_VERSIONS
-from vllm_kv_checksum.apply import find_package
 from vllm_kv_checksum.stock import open_stock
 
 
@@ -15,7 +14,7 @@ from vllm_kv_checksum.stock import open_stock
 def stock(tmp_path_factory):
     """Return the unpatched vLLM under test."""
     folder = tmp_path_factory.mktemp("stock")
-    link_stock_vllm(folder, find_package(None))
+    link_stock_vllm(folder)
     with open_stock(folder, None) as opened:
         yield opened
 

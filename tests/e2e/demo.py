@@ -137,7 +137,7 @@ def clean_and_damaged(
                     c[verdict] == 1
                     and {
                         "fail-open": status == 200,
-                        "fail": status == 503,
+                        "fail": status == pairs.FAILED_STATUS,
                         "recompute": right,
                     }[mode]
                 ),

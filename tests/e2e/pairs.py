@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from kv_checksum.rig.versions import older_than
 from rig.metrics import Samples, total
 from rig.routing import prefill_decode
 from rig.servers import Server
@@ -47,6 +48,18 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 VERDICTS = ("verified", "mismatch", "unverified")
+
+TELLS_WHY = not older_than("0.33.0")
+"""Whether the client of a failed request reads the reason. Older releases answer every one with their general error."""
+
+FAILED_STATUS = 503 if TELLS_WHY else 500
+"""The HTTP status of a request that fails because of its checksums."""
+
+SAID = {
+    "kv_checksum_mismatch": "KV checksum mismatch: ",
+    "kv_checksum_unverified": "KV checksums not verified: ",
+}
+"""How the text begins that such a client reads, by reason."""
 
 LENGTHS = (1, 2, 5, 17, 31, 32, 33, 63, 64, 65, 96, 100, 128, 200, 256, 300, 400)
 LENGTHS += (512, 700, 900, 1024, 1200, 1500)
@@ -162,6 +175,26 @@ def error_object_of(response: httpx.Response) -> dict[str, Any]:
 def error_of(response: httpx.Response) -> str:
     """Return the text that a failed request's client reads, plain or in a stream."""
     return str(error_object_of(response)["message"])
+
+
+def assert_failed(
+    response: httpx.Response, reason: str = "kv_checksum_mismatch", detail: str = ""
+) -> None:
+    """Check that a client received vLLM's error for failures that are safe to retry.
+
+    It has vLLM's own fields and the reason, and nothing of the hosts or the load. Where vLLM has no place for a reason, it
+    is the general error.
+    """
+    error = error_object_of(response)
+    message = error.pop("message")
+    if TELLS_WHY:
+        assert message.startswith(SAID[reason]) and detail in message
+        assert not set(message) & set("0123456789/{[")
+        kind = {"type": "ServiceUnavailableError", "reason": reason}
+    else:
+        assert message == "Internal server error"
+        kind = {"type": "InternalServerError"}
+    assert error == {**kind, "param": None, "code": FAILED_STATUS}
 
 
 def reference_texts(

@@ -131,9 +131,11 @@ def _fork_instead_of_spawn() -> None:
 
     utils: Any = importlib.import_module("vllm.utils.system_utils")
     stock = utils.get_mp_context
+    # vLLM before 0.33.0 does not do that.
+    release_threads = getattr(utils, "_release_libgomp_threads", lambda: None)
 
     def forking() -> Any:
-        utils._release_libgomp_threads()
+        release_threads()
         return multiprocessing.get_context("fork")
 
     for name, module in list(sys.modules.items()):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rig import stock
 from rig.model import CACHE
 
 
@@ -17,7 +16,8 @@ def make_venv(folder: Path) -> Path:
     venv = [sys.executable, "-m", "venv", "--symlinks", "--without-pip"]
     subprocess.run([*venv, folder], check=True)
     site = next((folder / "lib").iterdir()) / "site-packages"
-    for path in stock.installed_vllm().parent.iterdir():
+    (packages,) = Path(sys.prefix).glob("lib/python3*/site-packages")
+    for path in packages.iterdir():
         if "vllm" not in path.name.lower():
             (site / path.name).symlink_to(path)
     pip = folder / "bin" / "pip"

@@ -26,6 +26,7 @@ from rig import processes, verdicts
 from rig.forkserver import ForkedProcess, ForkServer
 from rig.metrics import Samples, parse, total
 from rig.model import CACHE
+from vllm_kv_checksum.apply import find_package
 
 SERVED_NAME = "tiny"
 HOST = "127.0.0.1"
@@ -63,6 +64,14 @@ CONNECTOR_CONFIG: dict[str, dict[str, Any]] = {
     },
 }
 """What a connector needs in ``--kv-transfer-config`` on a machine without a GPU."""
+
+
+def older_vllm() -> dict[str, str]:
+    """Return what makes a process import the vLLM that this one does, if that is not the environment's (`rig.older`)."""
+    folder = find_package(None).parent
+    environments_own = folder.is_relative_to(Path(sys.prefix).resolve())
+    return {} if environments_own else {"PYTHONPATH": str(folder)}
+
 
 _given_ports: set[int] = set()
 _running: list[Server] = []
@@ -220,7 +229,15 @@ class Server:
         single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {}
         # vLLM gives each data parallel rank a NUMA node of its own, unless this is set, to whatever.
         shared = {"VLLM_CPU_SIM_MULTI_NUMA": "0"} if self.dp > 1 else {}
-        return {**inherited, **ENVIRONMENT, **ports, **single, **shared, **self.env}
+        return {
+            **inherited,
+            **ENVIRONMENT,
+            **older_vllm(),
+            **ports,
+            **single,
+            **shared,
+            **self.env,
+        }
 
     def start(self) -> Server:
         """Start the process in a session of its own and return at once."""
@@ -451,7 +468,8 @@ def fork_server(
         if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
     }
     return ForkServer(
-        {**inherited, **ENVIRONMENT, **(env or {})}, log_dir / "forkserver.log"
+        {**inherited, **ENVIRONMENT, **older_vllm(), **(env or {})},
+        log_dir / "forkserver.log",
     )
 
 

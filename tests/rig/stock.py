@@ -12,6 +12,7 @@ from pathlib import Path
 from rig.forkserver import ForkServer
 from rig.model import CACHE
 from rig.servers import fork_server
+from vllm_kv_checksum.apply import find_package
 
 FOLDER = CACHE / "stock"
 
@@ -31,13 +32,13 @@ def stock_environment(folder: Path = FOLDER) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-def link_stock_vllm(site: Path, package: Path | None = None) -> None:
+def link_stock_vllm(site: Path) -> None:
     """Put an unpatched vLLM, made of links where the series edits nothing, into a folder of packages.
 
-    It is the environment's, or another `package` that the series is applied to.
+    It is of the release that this process imports.
     """
     tool = str(Path(sys.executable).parent / "vllm-kv-checksum")
-    installed = package or installed_vllm()
+    installed = find_package(None)
     _link_tree(installed, site / "vllm")
     for metadata in installed.parent.glob("vllm-*.dist-info"):
         _link_tree(metadata, site / metadata.name)
@@ -46,7 +47,6 @@ def link_stock_vllm(site: Path, package: Path | None = None) -> None:
 
 def link_patched_vllm(site: Path, patches: int) -> None:
     """Put a vLLM with the first patches of the series into a folder of packages."""
-    from vllm_kv_checksum.apply import find_package
     from vllm_kv_checksum.cli import feature_dir
     from vllm_kv_checksum.patches import changes_of_patches
 
@@ -64,14 +64,6 @@ def stock_fork_server() -> tuple[ForkServer, dict[str, str]]:
     """Start a fork server of the unpatched vLLM; return it and the environment that its servers need too."""
     env = stock_environment()
     return fork_server(CACHE / "logs" / "stock", env), env
-
-
-def installed_vllm() -> Path:
-    """Return the installed package's folder, without importing it."""
-    major, minor = sys.version_info[:2]
-    return (
-        Path(sys.prefix) / "lib" / f"python{major}.{minor}" / "site-packages" / "vllm"
-    )
 
 
 def _link_tree(source: Path, target: Path) -> None:

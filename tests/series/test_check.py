@@ -1,15 +1,13 @@
 """Test judging a vLLM: what is there is found, what is not is named, and nothing is written."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rig import releases
 from rig.stock import link_stock_vllm
 
 from vllm_kv_checksum import KNOWN_VERSIONS, cli
@@ -26,7 +24,7 @@ MOONCAKE = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.
 def site(tmp_path_factory):
     """Return a folder that holds the unpatched vLLM under test."""
     folder = tmp_path_factory.mktemp("stock")
-    link_stock_vllm(folder, find_package(None))
+    link_stock_vllm(folder)
     return folder
 
 
@@ -294,11 +292,27 @@ def test_help_says_what_it_does(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", KNOWN_VERSIONS)
-def test_the_wheel_of_every_known_release_fits(version, tmp_path, capsys):
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    wanted = ["--only-binary", ":all:", f"vllm=={version}", "-d", str(tmp_path)]
-    subprocess.run([*pip, *wanted], check=True, env={**os.environ})
-    (wheel,) = tmp_path.glob("vllm-*.whl")
+def test_every_known_release_fits_and_one_changed_anchor_is_named(
+    version, tmp_path, capsys
+):
+    """Judge vLLM's own wheel, and a tree out of it, before and after a change by hand."""
+    wheel = releases.wheel_of(version)
     assert cli.main(["check", "--wheel", str(wheel), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["vllm"] == version and found["known"] and found["fits"]
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path, [n for n in archive.namelist() if n[-3:] == ".py"])
+    tree = ["check", "--tree", str(tmp_path)]
+    assert cli.main(tree) == 0
+    assert f"vLLM {version} (known version)" in capsys.readouterr().out
+    scheduler = tmp_path / "vllm" / SCHEDULER
+    source = scheduler.read_text()
+    anchor = "if ext_tokens is None:"
+    assert source.count(anchor) == 1
+    scheduler.write_text(source.replace(anchor, "if ext_tokens is None or False:"))
+    before = look(tmp_path)
+    assert cli.main(tree) == 1
+    conclusion = capsys.readouterr().out.rpartition("does not fit:")[2]
+    assert f"anchor {SCHEDULER}: Scheduler.schedule, before `{anchor}`" in conclusion
+    assert conclusion.count("  anchor ") == 1
+    assert look(tmp_path) == before
