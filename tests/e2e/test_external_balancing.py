@@ -25,7 +25,7 @@ MAX_TOKENS = 4
 RANKS = (0, 1)
 
 
-@pytest.fixture(scope="module", params=["nixl_pull", "nixl_push"])
+@pytest.fixture(scope="module")
 def site(forks, request):
     """Yield the ranks of a P, and those of a D."""
     common = {"connector": pairs.CONNECTORS[request.param], "fork_server": forks}
@@ -67,6 +67,7 @@ def judged(server: Server) -> Counter[tuple[str, str]]:
     )
 
 
+@pytest.mark.parametrize("site", pairs.CONNECTORS, indirect=True)
 def test_every_rank_verifies_every_rank(site):
     ps, ds = site
     kinds = {"clean": "verified", "flip": "mismatch"}
@@ -87,6 +88,7 @@ def test_every_rank_verifies_every_rank(site):
         assert not grown[1 - d_rank], "a rank counts what another loaded"
 
 
+@pytest.mark.parametrize("site", ["nixl_pull", "nixl_push"], indirect=True)
 def test_a_router_balances_and_nothing_is_mixed_up(site):
     ps, ds = site
     prompts = [pairs.prompt_of(150 + n, 4500) for n in range(24)]
