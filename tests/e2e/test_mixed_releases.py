@@ -1,4 +1,4 @@
-"""Test two releases of vLLM beside each other, checksums on: they verify each other.
+"""Test two releases of vLLM beside each other, checksums on: they verify each other, also while one replaces the other.
 
 NIXL's handshake refuses peers of another release unless ``enforce_handshake_compat`` is
 false on the side that begins it.
@@ -6,19 +6,20 @@ false on the side that begins it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
 from rig import older, verdicts
 from rig.model import CACHE, tiny_qwen3
 from rig.routing import prefill_decode
-from rig.servers import Server, fork_server, serving
+from rig.servers import Server, fork_server, retire, serving, stop_all
 
 from e2e import pairs
+from e2e.fleet import MAX_TOKENS, Fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-MAX_TOKENS = 4
 OLDER = "0.32.0"
 BEGUN = {"enforce_handshake_compat": False}
 
@@ -79,3 +80,31 @@ def test_the_handshake_refuses_another_release(left, right, origins):
         found = verdicts.settled(d)
         assert (found.started, found.failed) == (1, 1)
     assert "NIXL compatibility hash mismatch" in d.log_text()
+
+
+def test_an_upgrade_under_load(origins):
+    """One server after the other becomes one of the newer release; no request notices, and every load is verified."""
+    places = [("d", 0), ("p", 0), ("p", 1), ("d", 1)]
+    before, after = (
+        {
+            (side, n): instance(side, x, origins, extra=BEGUN, number=f"-{n}")
+            for side, n in places
+        }
+        for x in ("older", "newer")
+    )
+    fleet = Fleet({side: [before[side, n] for n in range(2)] for side in "pd"})
+    with serving(*before.values()), contextlib.ExitStack() as stack:
+        stack.callback(stop_all, list(after.values()))
+        with fleet.under_load(clients=3):
+            for place in places:
+                fleet.replace(*place, after[place])
+                fleet.rounds(8)
+        assert fleet.errors == []
+        for n in range(2):
+            fleet.note_verdicts(after["d", n])
+        assert +fleet.judged == {"verified": len(fleet.texts)}
+        asked = sorted(fleet.texts)[::4]
+        prompts = [fleet.prompt(number) for number in asked]
+        expected = pairs.reference_texts(after["p", 0], prompts, MAX_TOKENS)
+        assert [fleet.texts[number] for number in asked] == expected
+        retire(list(after.values()))
