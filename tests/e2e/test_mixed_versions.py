@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
-from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from rig.model import CACHE, tiny_qwen3
-from rig.routing import prefill_decode
 from rig.servers import HOST, Server, fork_server, retire, serving, stop_all
 from rig.stock import link_patched_vllm, stock_fork_server
 
 from e2e import pairs
+from e2e.fleet import MAX_TOKENS, Fleet
 from vllm_kv_checksum.doctor import PROBLEM, diagnose
 from vllm_kv_checksum.series import PATCHES
 
 pytestmark = pytest.mark.e2e
 
 KINDS = ("stock", "off", "on")
-
-MAX_TOKENS = 4
 
 
 @pytest.fixture(scope="module")
@@ -144,74 +139,6 @@ def assert_the_doctor_knows(producers, consumers):
     for (_, kind), finding in found.items():
         said = "no_payload" if kind == "on" else "KV checksums are off there"
         assert said in finding.what
-
-
-class Fleet:
-    """Two Ps and two Ds in service, and clients that ask them without a pause."""
-
-    def __init__(self, servers: dict[str, list[Server]]) -> None:
-        self._servers, self._changes = servers, threading.Condition()
-        self._busy: Counter[str] = Counter()
-        self._numbers = itertools.count()
-        self._ends = threading.Event()
-        self.texts: dict[int, str] = {}
-        self.errors: list[Exception] = []
-
-    @contextlib.contextmanager
-    def _pair(self, number: int) -> Iterator[list[Server]]:
-        """Yield a P and a D; all four pairs in turn."""
-        with self._changes:
-            turns = (("p", number), ("d", number // 2))
-            pair = [self._servers[side][turn % 2] for side, turn in turns]
-            self._busy.update(server.name for server in pair)
-        try:
-            yield pair
-        finally:
-            with self._changes:
-                self._busy.subtract(server.name for server in pair)
-                self._changes.notify_all()
-
-    def ask(self, number: int) -> None:
-        """Ask for a prompt that nobody asks for again."""
-        with self._pair(number) as (p, d):
-            answer = prefill_decode(p, d, self.prompt(number), MAX_TOKENS)
-        self.texts[number] = pairs.text_of(answer)
-
-    @staticmethod
-    def prompt(number: int) -> list[int]:
-        return pairs.prompt_of(100 + number % 60, 8000 + number)
-
-    def _ask_on(self) -> None:
-        while not self._ends.is_set():
-            try:
-                self.ask(next(self._numbers))
-            except Exception as error:  # all of them are what the test is about
-                self.errors.append(error)
-
-    @contextlib.contextmanager
-    def under_load(self, clients: int) -> Iterator[None]:
-        threads = [threading.Thread(target=self._ask_on) for _ in range(clients)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._ends.set()
-            for thread in threads:
-                thread.join()
-
-    def replace(self, side: str, index: int, new: Server) -> None:
-        """Start a server, ask it in the place of another, and end that when it is done."""
-        new.start().wait_ready()
-        with self._changes:
-            old, self._servers[side][index] = self._servers[side][index], new
-            assert self._changes.wait_for(lambda: not self._busy[old.name], 60)
-        retire([old])
-
-    def rounds(self, number: int) -> None:
-        """Let clients go on until they have asked so many times more."""
-        goal = len(self.texts) + number
-        pairs.wait(lambda: self.errors or len(self.texts) >= goal, "answers")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ from vllm.distributed.kv_transfer.kv_checksum.checksum import (
     KVChecksumBlocks,
     KVChecksumScheduled,
 )
-from vllm.distributed.kv_transfer.kv_checksum.scheduler.answers import PendingAnswers
+from vllm.distributed.kv_transfer.kv_checksum.scheduler.answers import (
+    MAX_STEPS,
+    PendingAnswers,
+)
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.engine import FinishReason
 
@@ -74,7 +77,7 @@ def payload_of(params):
 
 
 @AHEAD
-@pytest.mark.parametrize("decoded", [2, 13, 14, 15, 16, 31])
+@pytest.mark.parametrize("decoded", [1, 2, 13, 14, 15, 16, 31])
 def test_what_d_computed_is_verified(model, decoded, ahead):
     """P loads up to D's last computed token, inside a block or at its end."""
     p, d = pair(model, None, dict(async_scheduling=ahead))
@@ -314,6 +317,29 @@ def test_an_answer_whose_sums_are_missing_leaves_without(model, log):
     assert any("KV checksums not sent: workers_missing" in x for x in log)
     second_turn(p, d, request, params)
     assert p.stats["unverified:no_payload"] == 1
+    assert not d.held_answers()
+
+
+@AHEAD
+def test_an_answer_whose_step_is_dropped_leaves_all_the_same(model, ahead):
+    """So does vLLM's fault tolerance: of such a step the scheduler learns nothing."""
+    p, d = pair(model, None, dict(async_scheduling=ahead))
+    prompt = tokens(50)
+    request = d.add("turn1", prompt, rig.prefill(p, "p", prompt), max_tokens=5)
+    while not request.is_finished():
+        d.step(p)
+    while not d.steps or d.steps[-1].kv_checksum_scheduled is None:
+        d.steps.append(d.schedule())
+    d.steps.clear()
+    for _ in range(MAX_STEPS - 1):
+        d.step(p)
+    assert d.held_answers() == 1
+    for _ in range(2):
+        d.step(p)
+    out = d.results["turn1"][-1]
+    assert out.finish_reason == FinishReason.LENGTH
+    assert KV_TRANSFER_PARAMS_KEY not in out.kv_transfer_params
+    assert d.stats["unsent:workers_missing"] == 1
     assert not d.held_answers()
 
 

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Test which engine bad loads are counted for, and that clients cannot add names."""
 
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -154,6 +155,27 @@ def test_ten_thousand_invented_peers_get_sixty_four_names(model, logger, log):
 )
 def test_a_host_is_named_whatever_a_client_sends(params, host):
     assert peers.peer_of_params(params) == ("unknown", host)
+
+
+@pytest.mark.parametrize("key", ["remote_host", "remote_bootstrap_addr"])
+def test_long_names_are_not_kept(key):
+    """A client of any connector can send either, of any length."""
+    tracemalloc.start()
+    try:
+        for n in range(100):
+            name = f"http://{'é' * 50_000}{n}:1/"
+            load = PendingLoad(
+                "r",
+                KVChecksumBlocks(0, {}),
+                carrier=KVChecksumCarrier.KV_TRANSFER_PARAMS,
+                params={key: name, "remote_engine_id": name},
+            )
+            assert max(map(len, peers.peer_of(load))) <= 64
+            del load, name
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 2_000_000
 
 
 def test_several_api_servers_show_a_peer_s_counts_together(tmp_path, monkeypatch):

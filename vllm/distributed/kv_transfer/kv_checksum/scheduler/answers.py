@@ -8,7 +8,8 @@ turn, up to the last computed token. Which token is the last is known only when 
 been sampled, so the blocks are summed once: in the first step that is scheduled after
 the request has ended. They are pinned, and every step that writes them was scheduled
 before. The request's last output waits for that step, so that the payload leaves with
-it. Steps in which no such request ends or waits do nothing here.
+it. If the step never ends (vLLM's fault tolerance drops steps), the output leaves
+without one. Steps in which no such request ends or waits do nothing here.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from vllm.distributed.kv_transfer.kv_checksum.scheduler.pending import PendingSe
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.request import Request
+
+MAX_STEPS = 256
+"""Steps that may end before the one that sums an answer; far fewer are under way."""
 
 _PREFIX = "\0answer "
 """Begins the names under which workers report the sums; no request id begins so."""
@@ -51,12 +55,14 @@ class PendingAnswer(PendingSend):
     Attributes:
         request: the request, which has ended.
         rows: its block ids when it ended, per KV cache group.
+        last_step: the number of the step with which it leaves in any case.
         output: its last output, once that is held back.
 
     """
 
     request: Request
     rows: Sequence[Sequence[int]]
+    last_step: int
     output: EngineCoreOutput | None = None
 
     def held(self) -> Sequence[Sequence[int]]:
@@ -81,6 +87,8 @@ class PendingAnswers:
 
     def __init__(self) -> None:
         self.by_name: dict[str, PendingAnswer] = {}
+        # Steps that ended while answers waited.
+        self._num_steps = 0
         # Those that ended in the present step: their outputs are still to be held.
         self._ended: dict[str, PendingAnswer] = {}
         # Those whose outputs leave with the present step.
@@ -95,19 +103,32 @@ class PendingAnswers:
     ) -> None:
         """Have the next step sum the blocks of a request that has just ended."""
         name = f"{_PREFIX}{blocks.seq} {request.request_id}"
-        answer = PendingAnswer(name, blocks, request=request, rows=rows)
+        answer = PendingAnswer(
+            name,
+            blocks,
+            request=request,
+            rows=rows,
+            last_step=self._num_steps + MAX_STEPS,
+        )
         self.by_name[name] = self._ended[request.request_id] = answer
         scheduled.reqs_to_send[name] = blocks
 
-    def take_summed(self, scheduled: KVChecksumScheduled) -> list[PendingAnswer]:
+    def take_summed(self, scheduled: KVChecksumScheduled | None) -> list[PendingAnswer]:
         """Return the answers that a step has summed; they leave with its outputs.
 
+        So does the oldest one if the step that was to sum it was dropped. Call this for
+        each step that ends while answers wait.
+
         Args:
-            scheduled: what the step was asked to sum.
+            scheduled: what the step was asked to sum; None for nothing.
 
         """
-        names = self.by_name.keys() & scheduled.reqs_to_send.keys()
-        found = [self.by_name.pop(name) for name in names]
+        asked = scheduled.reqs_to_send.keys() if scheduled is not None else ()
+        found = [self.by_name.pop(name) for name in self.by_name.keys() & asked]
+        self._num_steps += 1
+        oldest = next(iter(self.by_name.values()), None)
+        if oldest is not None and oldest.last_step <= self._num_steps:
+            found.append(self.by_name.pop(oldest.req_id))
         self._ready += found
         return found
 

@@ -29,6 +29,9 @@ MAX_PEERS = 64
 
 _UNKNOWN = "unknown"
 
+_MAX_URL_CHARS = 1024
+"""Of a longer address only these are read: ``urlsplit`` keeps what it was given."""
+
 
 class Peer(NamedTuple):
     """An engine that sends KV, as a load's parameters name it: short, printable."""
@@ -62,7 +65,7 @@ def _host(params: Mapping[str, Any]) -> object:
     if not isinstance(address, str):
         return params.get("remote_host") if address is None else address
     try:
-        return urlsplit(address).hostname or address
+        return urlsplit(address[:_MAX_URL_CHARS]).hostname or address
     except ValueError:
         return address
 

@@ -432,7 +432,7 @@ class KVChecksumScheduler:
             self._judge_ended(output, requests, known_failed, scheduled, bad)
         if self._drawn and scheduled is not None:
             self._judge_drawn(requests, scheduled, bad)
-        if self._sends.answers.by_name and scheduled is not None:
+        if self._sends.answers.by_name:
             self._sends.add_payloads_to_answers(scheduled)
         if self.ledger is not None:
             # Behind the verdicts, because some of it may rest on bad loads.

@@ -173,7 +173,7 @@ class Sends:
         blocks = self._blocks(request, rows, tokens)
         self.answers.start(request, blocks, rows, scheduled)
 
-    def add_payloads_to_answers(self, scheduled: KVChecksumScheduled) -> None:
+    def add_payloads_to_answers(self, scheduled: KVChecksumScheduled | None) -> None:
         """Give the answers that a step has summed their payloads."""
         for answer in self.answers.take_summed(scheduled):
             payload = self._make_payload(answer.request, answer, answer.held)
