@@ -147,8 +147,10 @@ def _fork_instead_of_spawn() -> None:
 def _set_log_level() -> None:
     """Log as the environment says: vLLM before 0.31.0 reads it only when it is imported."""
     logger = logging.getLogger("vllm")
-    for each in (logger, *logger.handlers):
-        each.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
+    logger.setLevel(level)
+    for handler in logger.handlers:
+        handler.setLevel(level)
 
 
 def _become_server(request: dict[str, Any], run: Callable[[], object]) -> None:
