@@ -646,53 +646,40 @@ def _sum_dense(like, layers, begin, end, factors, rows, out):
 
 
 @jit
-def _units_of_block(rows, row, every, layer, of_block):
-    """Return how many rows from `row` on, `every` apart, are of one block's units."""
-    block, _ = _divided(rows[0][row], layer.outer * layer.inner, of_block)
-    end = row + every
-    while end < len(rows[0]):
-        other, _ = _divided(rows[0][end], layer.outer * layer.inner, of_block)
-        if other != block:
-            break
-        end += every
-    return (end - row + every - 1) // every
-
-
-@jit
 def _sum_apart(like, layer, factors, rows, out):
-    """Sum a view whose tokens lie apart, or beside one another.
-
-    Units of one block share lines of memory, so all of them are summed for one head
-    before the next.
-    """
+    """Sum a view whose tokens lie apart, or beside one another."""
     number, every = len(out), layer.units_per_state
     of_states = _exponent(layer.tokens_per_states)
     of_inner = _exponent(layer.inner)
     of_block = _exponent(layer.outer * layer.inner)
     heads = 1 if layer.is_side_by_side else layer.heads
-    row = every - 1
-    while row < number:
-        units = _units_of_block(rows, row, every, layer, of_block)
-        for turn in range(heads * units):
-            head, unit = turn // units, turn % units
-            here = row + unit * every
-            first, valid = _states(rows, here, layer, of_states)
-            if valid <= 0:
-                continue
-            at = _begin(layer, _place(rows[0][here], layer, of_block, of_inner))
-            at += head * layer.head_stride
-            soon = turn + layer.units_ahead
-            soon_head, soon_row = soon // units, row + soon % units * every
-            if soon_head >= heads:
-                soon_head, soon_row = 0, row + units * every
-            soon_row = min(soon_row, number - 1)
-            later = _place(rows[0][soon_row], layer, of_block, of_inner)
-            ahead = _begin(layer, later) + soon_head * layer.head_stride - at
-            piece = np.uint64(first * layer.pieces + layer.first_piece)
-            held = min(layer.parts * layer.tokens, valid)
-            factor = factors[layer.first_factor + head]
-            out[here] += _tiles(like, layer, at, ahead, held, factor, piece)
-        row += units * every
+    # A state that spans several units ends in the last of them.
+    for row in range(every - 1, number, every):
+        first, valid = _states(rows, row, layer, of_states)
+        if valid <= 0:
+            continue
+        at = _begin(layer, _place(rows[0][row], layer, of_block, of_inner))
+        soon = rows[0][min(row + layer.units_ahead * every, number - 1)]
+        ahead = _begin(layer, _place(soon, layer, of_block, of_inner)) - at
+        piece = np.uint64(first * layer.pieces + layer.first_piece)
+        held = min(layer.parts * layer.tokens, valid)
+        total = np.uint64(0)
+        for head in range(heads):
+            to_prefetch = layer.elements_ahead
+            if to_prefetch == 0:
+                to_prefetch = layer.heads_ahead * layer.head_stride
+                if head + layer.heads_ahead >= heads:
+                    to_prefetch += ahead - heads * layer.head_stride
+            total += _tiles(
+                like,
+                layer,
+                at + head * layer.head_stride,
+                to_prefetch,
+                held,
+                factors[layer.first_factor + head],
+                piece,
+            )
+        out[row] += total
 
 
 @jit
