@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Measure the CPU path on caches as vLLM lays them out, beside a plain read.
+"""Measure the CPU path on caches as vLLM lays them out, beside two plain sums.
 
-Blocks are in random order, as a cache's are after a while. The plain read takes the
-same bytes in order, in the same run; both are the best of many passes, taken in turns.
-Sums are compared with the PyTorch path's first.
+Blocks are in random order, as a cache's are after a while. The plain sum in place
+(`plain_sum.py`) adds up the same blocks in the same order, each from its first byte to
+its last, without weights; it looks 0, 1 and 4 blocks ahead, of which the fastest
+counts. The plain read adds up as many bytes of one array in order, so it also has none
+of what random blocks cost. All are the best of many passes, taken in turns. Sums are
+compared with the PyTorch path's first, those of the plain sum with the array's.
 """
 
 import argparse
@@ -14,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import plain_sum
 import torch
 from benchmark_kv_checksum import SHAPES, Shape, layer_of, machine
 
@@ -146,21 +150,27 @@ def measure(name: str, make: Callable[[int], Cache], size: int) -> dict[str, Any
     torch_reference.prepare(layers)(rows, right)
     if not torch.equal(out, right):
         raise SystemExit(f"the sums of {name} are wrong")
-    turns = [
-        (
-            best(words.sum, PASSES[size] // 4),
-            best(lambda: sum_rows(rows, out), PASSES[size] // 4),
-        )
-        for _ in range(4)
-    ]
-    read, summed = (min(times) for times in zip(*turns, strict=True))
+    plain = [plain_sum.prepare(layers, rows, look, True) for look in (0, 1, 4)]
+    for add_up in plain:
+        if add_up().sum() != words.sum().item():
+            raise SystemExit(f"the plain sum of {name} misses bytes")
+    runs = [words.sum, lambda: sum_rows(rows, out), *plain]
+    turns = [[best(run, PASSES[size] // 4) for run in runs] for _ in range(4)]
+    read, summed, *sums = (min(times) for times in zip(*turns, strict=True))
+    in_place = min(sums)
     total = 8 * words.numel()
     return {
         "cache": name,
         "bytes": total,
-        "GB/s": {"numba": total / summed / 1e9, "read": total / read / 1e9},
+        "GB/s": {
+            "numba": total / summed / 1e9,
+            "plain sum in place": total / in_place / 1e9,
+            "read": total / read / 1e9,
+        },
+        "of plain sum in place": in_place / summed,
         "of read": read / summed,
         "ns per unit": 1e9 * summed / rows.shape[1],
+        "ns per unit, plain sum in place": 1e9 * in_place / rows.shape[1],
     }
 
 
@@ -177,7 +187,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"{machine('cpu')}; share of a plain read (its GB/s), ns per unit")
+    print(
+        f"{machine('cpu')}; share of a plain sum in place (its GB/s), "
+        "of a plain read (its GB/s), ns per unit"
+    )
     results = []
     for name, make in caches().items():
         if args.only not in name:
@@ -187,6 +200,8 @@ def main() -> None:
             found = measure(name, make, size)
             results.append(found)
             cells.append(
+                f"{found['of plain sum in place']:.0%} "
+                f"({found['GB/s']['plain sum in place']:.0f}), "
                 f"{found['of read']:.0%} ({found['GB/s']['read']:.0f}), "
                 f"{found['ns per unit']:,.0f} ns"
             )

@@ -150,6 +150,26 @@ def test_states_of_several_tokens_or_of_parts_of_one(prepare, tokens_per_state):
     assert run(prepare, [layer], torch.tensor(rows).T.contiguous()) == right
 
 
+@pytest.mark.parametrize("units_per_state", [1, 2])
+def test_long_requests(prepare, units_per_state):
+    """Sum more units than a backend takes at once, of blocks of two states."""
+    states, per_state = 150, 16 * units_per_state
+    cells = random_cells(states // 2, 1, 2, 72)
+    blocks = cells.view(torch.int64).view(states // 2, 1, 1, 2, 9)
+    layer = LayerView(
+        "", blocks, 8, 9, factors_of(3, 1), (1, 0), tokens_per_state=per_state
+    )
+    number = states * units_per_state
+    tokens = torch.arange(number) * 16
+    rows = torch.stack([torch.arange(number), tokens, torch.full_like(tokens, 16)])
+    right = [0] * number
+    for state in range(states):
+        held = cells[state // 2, 0, state % 2][None].numpy()
+        last = (state + 1) * units_per_state - 1
+        right[last] = reference.slice_sum(held, 3, 0, state, state + 1)
+    assert run(prepare, [layer], rows) == right
+
+
 def test_rings_have_a_unit_per_slot(prepare):
     cells = random_cells(4, 1, 8, 512)
     blocks = cells.view(torch.int64).view(4, 1, 1, 8, 64)

@@ -36,6 +36,9 @@ from vllm.distributed.kv_transfer.kv_checksum.worker.views import LayerView, Sum
 _ONE, _TWO = np.uint64(1), np.uint64(2)
 _NEXT_FACTOR = np.uint64(2 * GOLDEN_FACTOR & MASK64)
 
+_AT_ONCE, _MOST_AHEAD = 64, 16
+"""Units whose places are computed at once, and those beyond them to look ahead to."""
+
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -165,7 +168,7 @@ def _grid_of(parts: int) -> Callable[..., Any]:
             total = cgutils.alloca_once_value(builder, vectors.same(0))
             weights = cgutils.alloca_once(builder, vectors.type)
             ramp = builder.mul(vectors.indices, vectors.same(step))
-            whole = builder.sdiv(columns, many)
+            whole = builder.udiv(columns, many)
             rest = builder.sub(columns, builder.mul(whole, many))
             in_rest = vectors.first_lanes(rest)
             is_rest = builder.icmp_signed(">", rest, ir.Constant(_INT64, 0))
@@ -231,6 +234,79 @@ def _grid_of(parts: int) -> Callable[..., Any]:
     return grid
 
 
+@intrinsic
+def _one(typing_context, like, address, at, ahead, weight):
+    """Return the term of one element that is a piece; the others are as of `_grid`."""
+    size = like.dtype.bitwidth
+
+    def generate(context, builder, signature, arguments):
+        _, address, at, ahead, weight = arguments
+        vectors = _Vectors(builder, 1)
+        memory = builder.inttoptr(address, ir.IntType(size).as_pointer())
+        place = builder.gep(memory, [at])
+        vectors.prefetch(builder.gep(place, [ahead]))
+        piece = vectors.pieces([vectors.load(place, None)])
+        return vectors.sum(vectors.terms(piece, vectors.same(weight)))
+
+    number = types.int64
+    return types.uint64(like, number, number, number, types.uint64), generate
+
+
+@intrinsic
+def _pairs(typing_context, like, address, at, ahead, number, token_step, weight, step):
+    """Sum `number` vectors of pairs: one element of two tokens, the next of both.
+
+    A line of 16 elements of two tokens is followed by that of the next two. `number` is
+    of vectors of 64 bytes, `token_step` what weights grow by from token to token; the
+    others are as of `_grid`.
+    """
+    size = like.dtype.bitwidth
+
+    def generate(context, builder, signature, arguments):
+        if size > 16:  # There are no such elements.
+            return ir.Constant(_INT64, 0)
+        _, address, at, ahead, number, token_step, weight, step = arguments
+        vectors = _Vectors(builder, 8)
+        # A line fills a vector, or half of it.
+        lanes = range(8)
+        per_line = size // 2
+        tokens = [lane // per_line * 2 + lane % 2 for lane in lanes]
+        pieces = [lane % per_line // 2 for lane in lanes]
+        ramp = builder.add(
+            builder.mul(ir.Constant(vectors.type, tokens), vectors.same(token_step)),
+            builder.mul(ir.Constant(vectors.type, pieces), vectors.same(step)),
+        )
+        weights = cgutils.alloca_once_value(
+            builder, builder.add(vectors.same(weight), ramp)
+        )
+        then = vectors.same(
+            builder.mul(token_step, ir.Constant(_INT64, 16 // per_line))
+        )
+        # Lanes of 16 bytes hold a piece of either token.
+        half = 64 // size
+        order = [2 * k + token for token in (0, 1) for k in range(half)]
+        order = [16 * 8 // size * lane + k for lane in range(4) for k in order]
+        elements = ir.VectorType(ir.IntType(size), 512 // size)
+        order = ir.Constant(ir.VectorType(_INT32, 512 // size), order)
+        total = cgutils.alloca_once_value(builder, vectors.same(0))
+        memory = builder.inttoptr(address, ir.IntType(size).as_pointer())
+        with cgutils.for_range(builder, number) as loop:
+            index = builder.mul(loop.index, ir.Constant(_INT64, 512 // size))
+            place = builder.gep(memory, [builder.add(at, index)])
+            vectors.prefetch(builder.gep(place, [ahead]))
+            place = builder.bitcast(place, elements.as_pointer())
+            read = builder.load(place, align=1)
+            sorted_ = builder.shuffle_vector(read, read, order)
+            held = builder.load(weights)
+            terms = vectors.terms(builder.bitcast(sorted_, vectors.type), held)
+            builder.store(builder.add(builder.load(total), terms), total)
+            builder.store(builder.add(held, then), weights)
+        return vectors.sum(builder.load(total))
+
+    number_type, word = types.int64, types.uint64
+    return word(like, *[number_type] * 4, word, word, word), generate
+
+
 _grid_of_1, _grid_of_2, _grid_of_4, _grid_of_8 = map(_grid_of, (1, 2, 4, 8))
 
 
@@ -265,75 +341,105 @@ def _grid(parts, like, address, at, ahead, rows, stride, row_step, n, apart, w, 
 
 
 @jit
-def _tokens(like, layer, at, ahead, number, factors, first):
-    """Sum the first `number` tokens of a unit, or of a part of it, at index `at`.
+def _side_by_side(like, layer, at, ahead, number, factor, first):
+    """Sum tokens of all heads, where pieces of one number are neighbours.
+
+    The arguments are as of `_tokens`, `factor` that of the first head.
+    """
+    total = np.uint64(0)
+    for token in range(number):
+        for piece in range(layer.width):
+            begin = at + token * layer.token_stride + piece * layer.piece_stride
+            odd = _TWO * (first + np.uint64(token * layer.pieces + piece)) + _ONE
+            weight, step = factor * odd, _NEXT_FACTOR * odd
+            total += _grid_of_1(
+                like,
+                layer.address,
+                begin,
+                ahead,
+                1,
+                0,
+                step,
+                layer.heads,
+                0,
+                weight,
+                step,
+            )
+    return total
+
+
+@jit
+def _tokens(like, layer, at, ahead, number, factor, first):
+    """Sum the first `number` tokens of a unit and head, or of a part, at index `at`.
 
     Args:
         like: see `_sum_layers`.
         layer: an element of its `layers`.
         at: where the tokens begin, in elements from where the layer's units begin.
-        ahead: how many elements behind the unit that lies is prefetched meanwhile.
+        ahead: how many elements behind them those lie that are prefetched meanwhile.
         number: of tokens.
-        factors: see `_sum_layers`.
+        factor: of the head.
         first: number of the first piece of the first token in its slice, uint64.
 
     """
-    address, width, parts = layer.address, layer.width, layer.elements_per_piece
-    total = np.uint64(0)
-    if layer.head_stride == 1 and layer.piece_stride != 1:
-        for token in range(number):
-            for piece in range(width):
-                begin = at + token * layer.token_stride + piece * layer.piece_stride
-                odd = _TWO * (first + np.uint64(token * layer.pieces + piece)) + _ONE
-                weight, step = factors[layer.first_factor] * odd, _NEXT_FACTOR * odd
-                total += _grid_of_1(
-                    like,
-                    address,
-                    begin,
-                    ahead,
-                    1,
-                    0,
-                    step,
-                    layer.heads,
-                    0,
-                    weight,
-                    step,
-                )
-        return total
-    # A row of a grid is what is contiguous: a token's pieces, those of all tokens, one
-    # piece of every token, or a single piece.
-    grids, rows, per_row, row_stride = 1, width // parts, 1, parts * layer.piece_stride
-    if parts == 1 and layer.piece_stride == 1 and width > 1:
-        columns, per_column = width, 1
-        rows, per_row, row_stride = number, layer.pieces, layer.token_stride
-        if row_stride == width and width == layer.pieces:
-            columns, rows = number * width, 1
-    elif layer.token_stride == 1:
-        columns, per_column = number, layer.pieces
-    else:
+    width, parts = layer.width, layer.elements_per_piece
+    # A row of a grid is one piece of every token, or a single piece.
+    grids, columns, per_column = 1, number, layer.pieces
+    if layer.token_stride != 1:
         grids, columns, per_column = number, 1, 1
-    for head in range(layer.heads):
-        factor = factors[layer.first_factor + head]
-        to_prefetch = layer.elements_ahead
-        if to_prefetch == 0:
-            to_prefetch = layer.heads_ahead * layer.head_stride
-            if head + layer.heads_ahead >= layer.heads:
-                to_prefetch += ahead - layer.heads * layer.head_stride
-        for grid in range(grids):
-            total += _grid(
-                parts,
+    total = np.uint64(0)
+    for grid in range(grids):
+        total += _grid(
+            parts,
+            like,
+            layer.address,
+            at + grid * layer.token_stride,
+            ahead,
+            width // parts,
+            parts * layer.piece_stride,
+            _TWO * factor,
+            columns,
+            layer.piece_stride,
+            factor * (_TWO * (first + np.uint64(grid * layer.pieces)) + _ONE),
+            _TWO * factor * np.uint64(per_column),
+        )
+    return total
+
+
+@jit
+def _tiles(like, layer, at, ahead, number, factor, first):
+    """Sum the first `number` tokens of a unit and head, which lie in tiles.
+
+    The arguments are as of `_tokens`.
+    """
+    total = np.uint64(0)
+    for tile in range(layer.tiles):
+        begin = at + tile * layer.tile_stride
+        if layer.pairs > 0 and number == layer.parts * layer.tokens:
+            total += _pairs(
                 like,
-                address,
-                at + head * layer.head_stride + grid * layer.token_stride,
-                to_prefetch,
-                rows,
-                row_stride,
-                _TWO * factor * np.uint64(per_row),
-                columns,
-                layer.piece_stride,
-                factor * (_TWO * (first + np.uint64(grid * layer.pieces)) + _ONE),
-                _TWO * factor * np.uint64(per_column),
+                layer.address,
+                begin,
+                ahead,
+                layer.pairs,
+                _TWO * factor * np.uint64(layer.pieces),
+                factor * (_TWO * first + _ONE),
+                _TWO * factor,
             )
+        else:
+            for part in range(layer.parts):
+                held = min(layer.tokens, number - part * layer.tokens)
+                if held <= 0:
+                    break
+                place = begin + part * layer.part_stride
+                piece = first + np.uint64(part * layer.tokens * layer.pieces)
+                if layer.is_side_by_side:
+                    total += _side_by_side(
+                        like, layer, place, ahead, held, factor, piece
+                    )
+                else:
+                    total += _tokens(like, layer, place, ahead, held, factor, piece)
+        first += np.uint64(layer.tile_pieces)
     return total
 
 
@@ -360,12 +466,220 @@ def _divided(number, by, exponent):
 
 
 @jit
+def _states(rows, row, layer, of_states):
+    """Return the first state of a row, and the number of those that count.
+
+    States stand for tokens from here on. Positions are not negative.
+    """
+    token, tokens = rows[1][row], rows[2][row]
+    per_state = layer.tokens_per_states
+    first, _ = _divided(token * layer.states, per_state, of_states)
+    end, _ = _divided((token + tokens) * layer.states, per_state, of_states)
+    return first, end - first
+
+
+@jit
 def _place(unit, layer, of_block, of_inner):
-    """Return where a unit begins, in elements from where the layer's units begin."""
+    """Return a unit's block, the kernel block in it, and the unit's number in this."""
     block, unit = _divided(unit, layer.outer * layer.inner, of_block)
     kernel_block, unit = _divided(unit, layer.inner, of_inner)
+    return block, kernel_block, unit
+
+
+@jit
+def _begin(layer, place):
+    """Return where a unit begins, in elements from where the layer's units begin."""
+    block, kernel_block, unit = place
     at = block * layer.block_stride + kernel_block * layer.outer_stride
     return at + unit * layer.inner_stride
+
+
+@jit
+def _sum_single(like, layer, factor, firsts, valid, at, every, out):
+    """Sum some units of a view that has one head, and units of one part.
+
+    These are short, so all that they share is computed before.
+
+    Args:
+        like: see `_sum_layers`.
+        layer: an element of its `layers`.
+        factor: of the head.
+        firsts: number of each unit's first state, int64 ``(number,)``.
+        valid: how many of its states count.
+        at: where each unit begins, and those that are prefetched last.
+        every: how far the sums of units lie apart in `out`.
+        out: the sums.
+
+    """
+    address, width, pieces = layer.address, layer.width, layer.pieces
+    one_run, row_stride, look = layer.is_one_run, layer.token_stride, layer.units_ahead
+    elements_ahead, last = layer.elements_ahead, len(at) - 1
+    double = _TWO * factor
+    row_step, step = double * np.uint64(pieces), double * np.uint64(layer.per_column)
+    base = double * np.uint64(layer.first_piece) + factor
+    for k in range(len(firsts)):
+        held = valid[k]
+        if held <= 0:
+            continue
+        lines, columns = held, width
+        if one_run:
+            lines, columns = 1, held * width
+        ahead = elements_ahead
+        if ahead == 0:
+            ahead = at[min(k + look, last)] - at[k]
+        weight = base + row_step * np.uint64(firsts[k])
+        if lines * columns == 1:
+            total = _one(like, address, at[k], ahead, weight)
+        else:
+            total = _grid_of_1(
+                like,
+                address,
+                at[k],
+                ahead,
+                lines,
+                row_stride,
+                row_step,
+                columns,
+                0,
+                weight,
+                step,
+            )
+        out[k * every + every - 1] += total
+
+
+@jit
+def _sum_heads(like, layer, factors, firsts, valid, at, every, out):
+    """Sum some units of a view; the arguments are as of `_sum_single`."""
+    last = len(at) - 1
+    for k in range(len(firsts)):
+        total = np.uint64(0)
+        ahead = at[min(k + layer.units_ahead, last)] - at[k]
+        for part in range(layer.parts):
+            held = min(layer.tokens, valid[k] - part * layer.tokens)
+            if held <= 0:
+                break
+            state = firsts[k] + part * layer.tokens
+            odd = np.uint64(2 * (state * layer.pieces + layer.first_piece) + 1)
+            lines, columns = held, layer.width
+            if layer.is_one_run:
+                lines, columns = 1, held * layer.width
+            for head in range(layer.heads):
+                factor = factors[layer.first_factor + head]
+                to_prefetch = layer.elements_ahead
+                if to_prefetch == 0:
+                    to_prefetch = layer.heads_ahead * layer.head_stride
+                    if head + layer.heads_ahead >= layer.heads:
+                        to_prefetch += ahead - layer.heads * layer.head_stride
+                total += _grid_of_1(
+                    like,
+                    layer.address,
+                    at[k] + part * layer.part_stride + head * layer.head_stride,
+                    to_prefetch,
+                    lines,
+                    layer.token_stride,
+                    _TWO * factor * np.uint64(layer.pieces),
+                    columns,
+                    0,
+                    factor * odd,
+                    _TWO * factor * np.uint64(layer.per_column),
+                )
+        out[k * every + every - 1] += total
+
+
+@jit
+def _sum_dense(like, layers, begin, end, factors, rows, out):
+    """Sum views of one layer, of which every token's pieces follow one another.
+
+    What the views share is computed once, for some units at a time.
+    """
+    shared = layers[begin]
+    every = shared.units_per_state
+    number = len(out) // every
+    of_states = _exponent(shared.tokens_per_states)
+    of_inner = _exponent(shared.inner)
+    of_block = _exponent(shared.outer * shared.inner)
+    blocks, kernel_blocks, units, at, firsts, valid = np.empty(
+        (6, _AT_ONCE + _MOST_AHEAD), np.int64
+    )
+    for start in range(0, number, _AT_ONCE):
+        many = min(_AT_ONCE, number - start)
+        seen = min(_AT_ONCE + _MOST_AHEAD, number - start)
+        # A state that spans several units ends in the last of them.
+        first_row = start * every + every - 1
+        for k in range(seen):
+            blocks[k], kernel_blocks[k], units[k] = _place(
+                rows[0][first_row + k * every], shared, of_block, of_inner
+            )
+        for k in range(many):
+            firsts[k], valid[k] = _states(
+                rows, first_row + k * every, shared, of_states
+            )
+        sums = out[start * every :]
+        for index in range(begin, end):
+            layer = layers[index]
+            block, outer = layer.block_stride, layer.outer_stride
+            inner = layer.inner_stride
+            for k in range(seen):
+                at[k] = blocks[k] * block + kernel_blocks[k] * outer + units[k] * inner
+            if layer.heads == 1 and layer.parts == 1:
+                _sum_single(
+                    like,
+                    layer,
+                    factors[layer.first_factor],
+                    firsts[:many],
+                    valid[:many],
+                    at[:seen],
+                    every,
+                    sums,
+                )
+            else:
+                _sum_heads(
+                    like,
+                    layer,
+                    factors,
+                    firsts[:many],
+                    valid[:many],
+                    at[:seen],
+                    every,
+                    sums,
+                )
+
+
+@jit
+def _sum_apart(like, layer, factors, rows, out):
+    """Sum a view whose tokens lie apart, or beside one another."""
+    number, every = len(out), layer.units_per_state
+    of_states = _exponent(layer.tokens_per_states)
+    of_inner = _exponent(layer.inner)
+    of_block = _exponent(layer.outer * layer.inner)
+    heads = 1 if layer.is_side_by_side else layer.heads
+    # A state that spans several units ends in the last of them.
+    for row in range(every - 1, number, every):
+        first, valid = _states(rows, row, layer, of_states)
+        if valid <= 0:
+            continue
+        at = _begin(layer, _place(rows[0][row], layer, of_block, of_inner))
+        soon = rows[0][min(row + layer.units_ahead * every, number - 1)]
+        ahead = _begin(layer, _place(soon, layer, of_block, of_inner)) - at
+        piece = np.uint64(first * layer.pieces + layer.first_piece)
+        held = min(layer.parts * layer.tokens, valid)
+        total = np.uint64(0)
+        for head in range(heads):
+            to_prefetch = layer.elements_ahead
+            if to_prefetch == 0:
+                to_prefetch = layer.heads_ahead * layer.head_stride
+                if head + layer.heads_ahead >= heads:
+                    to_prefetch += ahead - heads * layer.head_stride
+            total += _tiles(
+                like,
+                layer,
+                at + head * layer.head_stride,
+                to_prefetch,
+                held,
+                factors[layer.first_factor + head],
+                piece,
+            )
+        out[row] += total
 
 
 @jit
@@ -397,39 +711,21 @@ def _sum_layers(
         out_stride: their stride.
 
     """
-    rows = carray(_pointer(rows_at), 2 * row_stride + number * number_stride, np.int64)
-    out = carray(_pointer(out_at), number * out_stride, np.uint64)
-    for index in range(len(layers)):
+    size = number * number_stride
+    rows = (
+        carray(_pointer(rows_at), size, np.int64)[::number_stride],
+        carray(_pointer(rows_at + 8 * row_stride), size, np.int64)[::number_stride],
+        carray(_pointer(rows_at + 16 * row_stride), size, np.int64)[::number_stride],
+    )
+    out = carray(_pointer(out_at), number * out_stride, np.uint64)[::out_stride]
+    index = 0
+    while index < len(layers):
         layer = layers[index]
-        per_state, every = layer.tokens_per_states, layer.units_per_state
-        of_state = _exponent(per_state)
-        of_inner = _exponent(layer.inner)
-        of_block = _exponent(layer.outer * layer.inner)
-        look = layer.units_ahead * every
-        # A state that spans several units ends in the last of them.
-        for row in range(every - 1, number, every):
-            unit = rows[row * number_stride]
-            token = rows[row * number_stride + row_stride]
-            tokens = rows[row * number_stride + 2 * row_stride]
-            # States stand for tokens from here on. Positions are not negative.
-            first, _ = _divided(token * layer.states, per_state, of_state)
-            end, _ = _divided((token + tokens) * layer.states, per_state, of_state)
-            valid = end - first
-            if valid <= 0:
-                continue
-            begin = _place(unit, layer, of_block, of_inner)
-            later = rows[min(row + look, number - 1) * number_stride]
-            ahead = _place(later, layer, of_block, of_inner) - begin
-            total = np.uint64(0)
-            for part in range(layer.parts):
-                held = min(layer.tokens, valid - part * layer.tokens)
-                if held <= 0:
-                    break
-                state = first + part * layer.tokens
-                piece = np.uint64(state * layer.pieces + layer.first_piece)
-                at = begin + part * layer.part_stride
-                total += _tokens(like, layer, at, ahead, held, factors, piece)
-            out[row * out_stride] += total
+        if layer.is_dense:
+            _sum_dense(like, layers, index, index + layer.views, factors, rows, out)
+        else:
+            _sum_apart(like, layer, factors, rows, out)
+        index += layer.views
 
 
 def prepare(layers: Sequence[LayerView]) -> SumRows:
