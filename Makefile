@@ -65,7 +65,7 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
-	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/benchmark_kv_checksum_engine.py benchmarks/benchmark_serving.py benchmarks/serving_ratios.py benchmarks/evidence.py benchmarks/originals.py benchmarks/kernels/benchmark_cpu_layouts.py benchmarks/kernels/gpu_report.py benchmarks/kernels/kernel_variants.py benchmarks/kernels/bare_worker.py tests/campaign benchmarks/spacing
+	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/benchmark_kv_checksum_engine.py benchmarks/benchmark_serving.py benchmarks/serving_ratios.py benchmarks/evidence.py benchmarks/originals.py benchmarks/cost_plots.py benchmarks/kernels/kernel_instructions.py benchmarks/kernels/benchmark_cpu_layouts.py benchmarks/kernels/gpu_report.py benchmarks/kernels/kernel_variants.py benchmarks/kernels/bare_worker.py tests/campaign benchmarks/spacing
 
 mutants: env
 	$(BIN)/python tests/rig/mutants.py $(IDS)

@@ -126,8 +126,8 @@ def layouts(pyplot: Any, results: Iterable[dict[str, Any]]) -> Any:
             look = {"color": color, "fillstyle": "none" if k else "full"}
             axes.plot([], [], marker=marker, linestyle="none", label=label, **look)
             for y, row in enumerate(found.values()):
-                if shares := row.get((yardstick, size)):
-                    ends = [100 * min(shares), 100 * max(shares)]
+                if seen := row.get((yardstick, size)):
+                    ends = [100 * min(seen), 100 * max(seen)]
                     at = y + 0.22 * (list(SIZES).index(size) - 1) + 0.08 * k
                     axes.plot(ends, [at, at], marker=marker, markersize=4, **look)
     axes.axvline(50, color="#000000", linewidth=0.8, linestyle=":")

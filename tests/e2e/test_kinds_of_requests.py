@@ -21,7 +21,7 @@ from rig.servers import SERVED_NAME, serving
 
 from e2e import pairs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REASON = "kv_checksum_mismatch"
@@ -209,7 +209,6 @@ def test_beam_search_loads_nothing(servers):
     assert answer.status_code == 200 and grown(d, before) == {}
 
 
-@pytest.mark.slow
 def test_ten_thousand_invented_peers_have_sixty_four_names(servers):
     p, d = servers
     prompt = pairs.prompt_of(20, 40)  # shorter than a block, so that it is loaded again

@@ -13,20 +13,27 @@ from rig.servers import serving
 
 from e2e import pairs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MAX_TOKENS = 6
 GAUGE = "vllm:kv_checksum_quarantined_peers"
 
 
-def test_a_peer_whose_kv_differs_is_left_alone_for_a_minute(forks):
+@pytest.mark.parametrize("connector", ["nixl_push", "nixl_pull"])
+def test_a_peer_whose_kv_differs_is_left_alone_for_a_minute(forks, connector):
     """Checksums of NIXL push come from P itself, so they count whoever sends requests."""
     model, settings = tiny_qwen3(), {"kv_checksum_quarantine": 2}
-    common = dict(connector=pairs.CONNECTORS["nixl_push"], fork_server=forks)
-    p = pairs.producer("e2e-quarantine-p", model, **common)
+    if connector == "nixl_pull":
+        settings["kv_checksum_quarantine_from_requests"] = True
+    common = dict(connector=pairs.CONNECTORS[connector], fork_server=forks)
+    p = pairs.producer(f"e2e-quarantine-{connector}-p", model, **common)
     consumers = [
         pairs.consumer(
-            f"e2e-quarantine-{mode}", model, mode, settings=settings, **common
+            f"e2e-quarantine-{connector}-{mode}",
+            model,
+            mode,
+            settings=settings,
+            **common,
         )
         for mode in ("recompute", "fail")
     ]
