@@ -12,7 +12,7 @@ from campaign import blocks, loads, tiers
 from campaign import run as program
 from campaign.strike import HALF_WRITTEN, OPEN, OTHER_GROUP, OTHER_LOAD
 from campaign.tally import CHECK, CLEAN, Tally
-from vllm.distributed.kv_transfer.kv_checksum.scheduler import judging, scheduler
+from vllm.distributed.kv_transfer.kv_checksum.scheduler import scheduler
 from vllm.distributed.kv_transfer.kv_checksum.scheduler.ledger import KnownSums
 from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import numba_kernel
 from vllm.distributed.kv_transfer.kv_checksum.worker.views import Ring
@@ -195,13 +195,15 @@ def test_a_block_that_is_not_summed_does_not_pass(monkeypatch, depth):
 
 
 def test_a_verdict_that_is_missing_does_not_pass(monkeypatch):
-    end = judging.Judging.end
+    judge = scheduler.KVChecksumScheduler._judge_ended
 
-    def forgets(self, load, requests, bad):
-        if load.req_id != "r3":
-            end(self, load, requests, bad)
+    def forgets(self, *arguments):
+        held = self._recvs.pop("r3", None)
+        judge(self, *arguments)
+        if held is not None:
+            self._recvs["r3"] = held  # as if it were under way
 
-    monkeypatch.setattr(judging.Judging, "end", forgets)
+    monkeypatch.setattr(scheduler.KVChecksumScheduler, "_judge_ended", forgets)
     tally = loads.run_batch(1, 0)
     assert tally.rows["loads", loads.ONE_VERDICT].false_alarms > 0
 

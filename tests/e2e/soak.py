@@ -35,7 +35,7 @@ FLAT = 0.01
 JUDGED_FROM_MINUTES = 10
 """In a shorter run servers are still taking what they need; growth is reported only."""
 
-BOUNDED = ("reporter._warned", "_evidence.recent", "_peers._named", "living Peer")
+BOUNDED = ("reporter._warned", "evidence.recent", "peers._named", "living Peer")
 """Tables that hold one entry per fixed reason, the last mismatches, or the peers that have names: never more than some."""
 
 SERVERS = {

@@ -251,7 +251,10 @@ def test_each_patch_passes_its_own_tests(changes, number, tmp_path):
                 tree.joinpath(path).parent.mkdir(parents=True, exist_ok=True)
                 tree.joinpath(path).write_bytes((ROOT / path).read_bytes())
         # What vLLM's own tree has around them, as far as they need it here.
-        for name in ("pyproject.toml", "tests/conftest.py"):
+        around = ["pyproject.toml", "tests/conftest.py"]
+        around.append("benchmarks/kernels/without_vllm.py")
+        for name in around:
+            tree.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
             tree.joinpath(name).write_bytes((ROOT / name).read_bytes())
         markers = "not e2e and not slow and not campaign and not upstream"
         run = [sys.executable, "-m", "pytest", "-q", "-x", "-m", markers, *tests]
