@@ -31,6 +31,12 @@ ARMS = {
 }
 
 
+def write_beside(axes: Any, y: float, text: str) -> None:
+    """Write at the right of a row."""
+    place = {"xycoords": ("axes fraction", "data"), "va": "center"}
+    axes.annotate(text, (1.01, y), fontsize=7, **place)
+
+
 def label_rows(axes: Any, names: list[str]) -> None:
     """Name the rows from above, with a line between any two of them."""
     for row in range(1, len(names)):
@@ -85,13 +91,7 @@ def engine(pyplot: Any, rows: Sequence[dict[str, Any]]) -> Any:
         if "middle half" in row:
             ends = [us / 1e3 for us in row["middle half"]]
             axes.plot(ends, [y, y], color=color, linewidth=1)
-        axes.annotate(
-            f"{ms:.1f}",
-            (1.01, y),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=7,
-        )
+        write_beside(axes, y, f"{ms:.1f}")
         names.append(f"{row['side']}, {row['tokens']:,} tokens")
     axes.axvline(0, color="#000000", linewidth=0.8)
     label_rows(axes, names)
@@ -133,7 +133,7 @@ def layouts(pyplot: Any, results: Iterable[dict[str, Any]]) -> Any:
     axes.axvline(50, color="#000000", linewidth=0.8, linestyle=":")
     axes.set_xlim(left=0)
     label_rows(axes, list(found))
-    axes.set_xlabel("percent of a plain read of the same bytes")
+    axes.set_xlabel("percent of a plain sum of as many bytes")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return figure
 

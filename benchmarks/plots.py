@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import cost_plots
-from cost_plots import label_rows
+from cost_plots import label_rows, write_beside
 
 NEEDS = "this needs matplotlib: pip install matplotlib==3.10.0"
 
@@ -212,13 +212,7 @@ def _draw_rates(pyplot: Any, rows: dict[str, dict[str, float]]) -> Any:
             )
     for y, gbps in enumerate(rows.values()):
         fast = gbps.get("triton", gbps.get("numba", 0.0))
-        axes.annotate(
-            f"{fast:g} of {gbps['read']:g}",
-            (1.01, y),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=7,
-        )
+        write_beside(axes, y, f"{fast:g} of {gbps['read']:g}")
     axes.set(xscale="log")
     label_rows(axes, list(rows))
     axes.set_xlabel("GB/s; at the right, this checksum's and a plain read's")

@@ -303,14 +303,19 @@ def test_the_requests_and_layouts_that_are_drawn_are_the_tables_():
             found = totals[tokens, side]["without reading"]
             assert found == int(cell.replace(",", ""))
     (layouts,) = evidence.results("cpu_layouts")
-    shares = {(r["cache"], r["bytes"]): r["of read"] for r in layouts["results"]}
+    drawn = {(r["cache"], r["bytes"]): r for r in layouts["results"]}
     table = rows(text, "| layer | 1 MiB |")
-    assert len(shares) == 3 * len(table)
+    assert len(drawn) == 3 * len(table)
     for row in table:
         for size, cell in zip((2**20, 2**24, 2**26), row[1:4], strict=True):
-            told = [int(n) for n in cell.partition("%")[0].split("-")]
-            drawn = [round(100 * share) for share in shares[row[0], size]]
-            assert drawn == [told[0], told[-1]]
+            shares, _, ns = cell.partition(", ")
+            result = drawn[row[0], size]
+            assert int(ns.removesuffix(" ns").replace(",", "")) == result["ns per unit"]
+            yardsticks = ("of plain sum in place", "of read")
+            for yardstick, share in zip(yardsticks, shares.split(" / "), strict=True):
+                told = [int(n) for n in share.removesuffix("%").split("-")]
+                ends = [round(100 * end) for end in result[yardstick]]
+                assert ends == [told[0], told[-1]]
 
 
 @pytest.mark.parametrize("plot", [*evidence.PLOTS])

@@ -6,11 +6,11 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rig import verdicts
 from rig.routing import prefill_decode
-from rig.servers import Server, retire
+from rig.servers import Server, retire, serving, stop_all
 
 from e2e import pairs
 
@@ -92,3 +92,32 @@ class Fleet:
         """Let clients go on until they have asked so many times more."""
         goal = len(self.texts) + number
         pairs.wait(lambda: self.errors or len(self.texts) >= goal, "answers")
+
+    def assert_answers_are_those_of(self, server: Server) -> None:
+        """Check some of the texts that clients got against what a server computes itself."""
+        asked = sorted(self.texts)[::4]
+        prompts = [self.prompt(number) for number in asked]
+        expected = pairs.reference_texts(server, prompts, MAX_TOKENS)
+        assert [self.texts[number] for number in asked] == expected
+
+
+PLACES = [("d", 0), ("p", 0), ("p", 1), ("d", 1)]
+"""The servers of a fleet, in the order in which they are replaced."""
+
+
+@contextlib.contextmanager
+def replaced_under_load(
+    before: Mapping[tuple[str, int], Server], after: Mapping[tuple[str, int], Server]
+) -> Iterator[Fleet]:
+    """Yield the fleet when all of its servers were replaced and no request noticed."""
+    fleet = Fleet({side: [before[side, n] for n in range(2)] for side in "pd"})
+    with serving(*before.values()), contextlib.ExitStack() as stack:
+        stack.callback(stop_all, list(after.values()))
+        with fleet.under_load(clients=3):
+            for place in PLACES:
+                fleet.replace(*place, after[place])
+                fleet.rounds(8)
+        assert fleet.errors == []
+        yield fleet
+        fleet.assert_answers_are_those_of(after["p", 0])
+        retire(list(after.values()))

@@ -7,16 +7,15 @@ Stock is the same vLLM with the series reverted (`rig.stock`), definition 1 the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import pytest
 from rig.model import CACHE, tiny_qwen3
-from rig.servers import HOST, Server, fork_server, retire, serving, stop_all
+from rig.servers import HOST, Server, fork_server, serving
 from rig.stock import link_patched_vllm, stock_fork_server
 
 from e2e import pairs
-from e2e.fleet import MAX_TOKENS, Fleet
+from e2e.fleet import MAX_TOKENS, PLACES, replaced_under_load
 from vllm_kv_checksum.doctor import PROBLEM, diagnose
 from vllm_kv_checksum.series import PATCHES
 
@@ -156,17 +155,9 @@ def test_a_rollout_under_load(old, reason, forks, request):
         side, number = place
         return instance(side, kind, "nixl_pull", forks, origin, f"-{number}")
 
-    places = [("d", 0), ("p", 0), ("p", 1), ("d", 1)]
-    before = {place: new(place, old) for place in places}
-    after = {place: new(place, "on") for place in places}
-    fleet = Fleet({side: [before[side, n] for n in range(2)] for side in "pd"})
-    with serving(*before.values()), contextlib.ExitStack() as stack:
-        stack.callback(stop_all, list(after.values()))
-        with fleet.under_load(clients=3):
-            for place in places:
-                fleet.replace(*place, after[place])
-                fleet.rounds(8)
-        assert fleet.errors == []
+    before = {place: new(place, old) for place in PLACES}
+    after = {place: new(place, "on") for place in PLACES}
+    with replaced_under_load(before, after) as fleet:
         ds = [after["d", 0], after["d", 1]]
         met = [pairs.loads(d) for d in ds]
         assert met[0]["unverified"] > 0, "nothing came from a P of before"
@@ -179,8 +170,3 @@ def test_a_rollout_under_load(old, reason, forks, request):
         for was, end in zip(met, now, strict=True):
             assert end == {**was, "verified": was["verified"] + len(last) // 2}
             assert end["mismatch"] == 0
-        asked = sorted(fleet.texts)[::4]
-        prompts = [fleet.prompt(number) for number in asked]
-        expected = pairs.reference_texts(after["p", 0], prompts, MAX_TOKENS)
-        assert [fleet.texts[number] for number in asked] == expected
-        retire(list(after.values()))

@@ -21,7 +21,7 @@ GAUGE = "vllm:kv_checksum_quarantined_peers"
 
 @pytest.mark.parametrize("connector", ["nixl_push", "nixl_pull"])
 def test_a_peer_whose_kv_differs_is_left_alone_for_a_minute(forks, connector):
-    """Checksums of NIXL push come from P itself, so they count whoever sends requests."""
+    """Those of NIXL push come from P itself; over NIXL pull the operator lets them count."""
     model, settings = tiny_qwen3(), {"kv_checksum_quarantine": 2}
     if connector == "nixl_pull":
         settings["kv_checksum_quarantine_from_requests"] = True
