@@ -49,6 +49,7 @@ FILES = (
     "entrypoints/anthropic/test_error_type_mapping.py",
     "entrypoints/openai/chat_completion/test_serving_chat.py",
     "entrypoints/openai/**/test_*error*.py",
+    "entrypoints/openai/responses/test_*.py",
     "entrypoints/serve/**/test_*error*.py",
     "entrypoints/serve/utils/test_*.py",
     "config/**/test_*.py",

@@ -97,6 +97,16 @@ def test_rows_side_by_side(prepare):
     assert run(prepare, [layer_view], rows) == expected(cells, rows)
 
 
+def test_units_of_blocks_whose_tokens_lie_apart(prepare):
+    """Keep one piece of all tokens together, so that a block's units share lines."""
+    cells = random_cells(4, 3, 64, 72)
+    stored = cells.view(torch.int64).transpose(2, 3).contiguous()
+    blocks = stored.transpose(2, 3).unsqueeze(1)
+    rows = rows_for(64)
+    layer = LayerView("", blocks, 8, 9, factors_of(3, 3), (1, 0))
+    assert run(prepare, [layer], rows) == expected(cells, rows, first_head=0)
+
+
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("rows_first", [True, False])
 def test_rows_of_a_state_that_tp_splits(prepare, width, rows_first):
