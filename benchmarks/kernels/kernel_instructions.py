@@ -274,9 +274,9 @@ def held(constants: dict[str, Any]) -> tuple[int, int]:
     return pieces * size, loads * size
 
 
-_SETUP = (0, 20, 36)
-"""Bytes that a lane loads beside pieces: three numbers of a row, an address, a factor;
-without the last two or any of them where they are loaded once for all lanes."""
+_SETUP = {0, *(20 * rows + shared for rows in (1, 2, 4, 8) for shared in (0, 16))}
+"""Bytes that a lane loads beside pieces: three numbers of each of its rows, an address, a
+factor; without the last two or any of them where they are loaded once for all lanes."""
 
 
 def executed(

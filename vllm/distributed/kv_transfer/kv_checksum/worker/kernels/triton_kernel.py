@@ -48,8 +48,8 @@ _BYTES_PER_LOAD = 512
 """Bytes that a warp reads with one instruction: 16 per lane."""
 
 _MAX_UNITS = 16
-"""Most units that a program takes: a load then reads 32 bytes of each in a row, which
-is the least that memory delivers."""
+"""Most units that a program takes, if they are not small enough to fill less than a tile
+then: a load reads 32 bytes of each in a row, which is the least that memory delivers."""
 
 _AT_RUN_TIME = [
     "addresses",
@@ -269,6 +269,7 @@ def _small_units_kernel(
     PIECE_BITS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     RUN_TOKENS: tl.constexpr,  # tokens whose pieces follow one another
+    STEP: tl.constexpr,  # what the number of a piece grows by in them
     LOADS: tl.constexpr,
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -310,12 +311,12 @@ def _small_units_kernel(
         num_kept = num_kept[None, :, None]
         j = (first + token).to(tl.uint64) * ALL_PIECES + FIRST_PIECE
         weights = (factor * (2 * j + 1))[None, :, None]
-        weights = weights + 2 * factor * piece.to(tl.uint64)
+        weights = weights + 2 * STEP * factor * piece.to(tl.uint64)
         pointers = (base + token * STRIDE_T)[None, :, None] + piece
         for _ in tl.range(STEPS, loop_unroll_factor=UNROLLED_STEPS):
             raw = tl.load(pointers, mask=piece < num_kept, other=0)
             total += _terms(raw, weights, PIECE_BITS)
-            weights += factor * (2 * LOADS * SPAN)
+            weights += factor * (2 * STEP * LOADS * SPAN)
             pointers += LOADS * SPAN
             num_kept -= LOADS * SPAN
     sums = tl.sum(tl.sum(total, axis=2), axis=0).to(tl.int64, bitcast=True)
@@ -334,6 +335,9 @@ def kernel_and_constants(layer: LayerView) -> tuple[Any, dict[str, Any]]:
     """Choose the kernel for `layer`; return it and its compile-time arguments."""
     _, _, inner, parts, heads, tokens, pieces = layer.units.shape
     block, kernel_block, unit, part, head, token, piece = layer.units.stride()
+    # An axis of one place has no stride of its own.
+    if pieces == 1:
+        piece = token if tokens > 1 else 1
     if tokens == 1:
         token = pieces * piece
     common = {
@@ -357,12 +361,13 @@ def kernel_and_constants(layer: LayerView) -> tuple[Any, dict[str, Any]]:
         "PIECE_BITS": 8 * layer.piece_bytes,
         "ALIGNMENT": math.gcd(layer.units.data_ptr(), 16),
     }
-    # Pieces follow one another evenly if tokens are dense and read whole.
-    even = pieces == layer.pieces and token == pieces * piece
-    of_a_unit, share = _tiles_of_a_unit(layer, even)
+    dense = token == pieces * piece
+    # The numbers of pieces follow one another evenly if tokens are read whole.
+    of_a_unit, share = _tiles_of_a_unit(layer, dense and pieces == layer.pieces)
     fits = tokens * pieces <= _TILE * _TILES_PER_PROGRAM
     if share < _SMALL_SHARE and fits and piece == 1:
-        return _small_units_kernel, common | _tiles_of_units(layer, even)
+        one_run = dense and pieces in (1, layer.pieces)
+        return _small_units_kernel, common | _tiles_of_units(layer, one_run)
     return _layer_checksum_kernel, common | of_a_unit
 
 
@@ -389,26 +394,33 @@ def _tiles_of_a_unit(layer: LayerView, even: bool) -> tuple[dict[str, int], int]
     return tiles, share
 
 
-def _tiles_of_units(layer: LayerView, even: bool) -> dict[str, int]:
-    """Return how `_small_units_kernel` tiles units.
+def _tiles_of_units(layer: LayerView, one_run: bool) -> dict[str, int]:
+    """Return how `_small_units_kernel` tiles units, whose tokens may be `one_run`.
 
     It takes more of them than it must if less of a tile lies past a run's end then: at
     most a sixteenth, if a run is not shorter than a load.
     """
     tokens, pieces = layer.units.shape[5:]
-    run_tokens = tokens if even else 1
+    run_tokens = tokens if one_run else 1
     run = run_tokens * pieces
     load = _BYTES_PER_LOAD // layer.piece_bytes
+    most = max(_MAX_UNITS, _TILE // triton.next_power_of_2(tokens * pieces))
     rows = triton.next_power_of_2(triton.cdiv(_SMALL_SHARE, tokens * pieces))
-    rows = min(rows, _MAX_UNITS)
+    rows = min(rows, most)
     while rows < _MAX_UNITS and -run % (load // rows) > run // 16:
         rows *= 2
-    span = min(load // rows, triton.next_power_of_2(run))
+    span = min(load // min(rows, _MAX_UNITS), triton.next_power_of_2(run))
     rows = max(rows, 32 // span)
     loads = max(1, _TILE // (rows * span))
     while loads > 1 and -run % (loads * span) > run // 16:
         loads //= 2
-    return {"RUN_TOKENS": run_tokens, "LOADS": loads, "ROWS": rows, "SPAN": span}
+    return {
+        "RUN_TOKENS": run_tokens,
+        "STEP": layer.pieces if pieces == 1 else 1,
+        "LOADS": loads,
+        "ROWS": rows,
+        "SPAN": span,
+    }
 
 
 @dataclass

@@ -320,6 +320,8 @@ class _Functions(TorchFunctionMode):
         if name == "to":
             if on_device:
                 return self._to_device(args[0], kwargs)
+            if args[1:] == ("cpu",):
+                return self._to_host(torch.Tensor.cpu, args[0])
             return func(*args, **kwargs)
         if name == "numpy":
             memory = cuda.memory_of(args[0])
