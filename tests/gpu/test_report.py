@@ -15,6 +15,7 @@ import pytest
 import torch
 from benchmark_kv_checksum import Shape
 
+from vllm.distributed.kv_transfer.kv_checksum.worker import worker
 from vllm.distributed.kv_transfer.kv_checksum.worker.kernels import (
     torch_reference,
     triton_kernel,
@@ -138,6 +139,28 @@ def test_the_cost_of_a_load_is_counted():
     # The CPU's kernel is not Triton's.
     assert cost["launches"] == 0 and cost["host us"] > 0
     assert cost["until the sums are on the host us"] >= cost["host us"]
+
+
+def test_launches_are_counted(monkeypatch):
+    """Layers of one shape share a launch."""
+    monkeypatch.setattr(worker, "select_backend", lambda *_: triton_kernel.prepare)
+    cost = gpu_report.worker_costs("cpu", 4, 3, 1)
+    assert cost["launches"] == 1
+
+
+def test_the_program_from_its_options_to_its_files(
+    small, monkeypatch, tmp_path, capsys
+):
+    """The card is made up: it is the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**14, 2**15))
+    monkeypatch.setattr(gpu_report, "TILINGS", kernel_variants.TILINGS[:1])
+    run = gpu_report.run
+    monkeypatch.setattr(gpu_report, "run", lambda device, *args: run("cpu", *args))
+    options = ["--minutes", "5", "--repeats", "1", "--out", str(tmp_path)]
+    assert gpu_report.main(options) == 0
+    assert {file.suffix for file in tmp_path.iterdir()} >= {".json", ".md"}
+    assert (tmp_path / "report.md").read_text() in capsys.readouterr().out
 
 
 def made_up():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -44,6 +45,77 @@ def test_an_environment_that_does_not_see_the_card_has_another_status(
     monkeypatch.setattr(gpu, "cards", lambda: 1)
     assert gpu.main(["--python", sys.executable]) == gpu.NO_ENVIRONMENT == 78
     assert "no torch and Triton that see the card" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("init", "count", "number"), [(0, 0, 2), (0, 999, 0), (100, 0, 0)]
+)
+def test_the_driver_tells_how_many_cards_there_are(monkeypatch, init, count, number):
+    """The driver is made up: 100 is its CUDA_ERROR_NO_DEVICE, 999 its CUDA_ERROR_UNKNOWN."""
+
+    class Driver:
+        def cuInit(self, flags):
+            return init
+
+        def cuDeviceGetCount(self, found):
+            found._obj.value = 2
+            return count
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert gpu.cards() == number
+
+
+@pytest.fixture
+def installs(monkeypatch, tmp_path):
+    """Note what would be run to make environments; return this and a function that sets what fails or is not there."""
+    run, failing = [], set()
+
+    def noted(*command):
+        run.append(" ".join(str(part) for part in command))
+        return not any(word in run[-1] for word in failing)
+
+    monkeypatch.setattr(gpu, "_run", noted)
+    monkeypatch.setattr(gpu, "can", lambda python, code: str(python) not in failing)
+    return run, failing.add
+
+
+def test_an_environment_gets_vllm_and_the_series(installs, tmp_path):
+    run, _ = installs
+    python, with_vllm = gpu.environment(tmp_path / "here")
+    assert python == tmp_path / "here/bin/python" and python.exists() and with_vllm
+    assert "pytest==" in run[0] and run[0].endswith("vllm==0.33.0")
+    assert run[1].endswith(f"-e {ROOT}")
+    assert [line.split("vllm-kv-checksum ")[1] for line in run[2:]] == [
+        "revert",
+        "apply --link",
+    ]
+
+
+def test_torch_and_triton_alone_do_where_vllm_cannot_be_installed(installs, tmp_path):
+    run, fails = installs
+    fails("vllm==")
+    python, with_vllm = gpu.environment(tmp_path / "here")
+    assert python == tmp_path / "here-alone/bin/python" and not with_vllm
+    assert len(run) == 2 and run[1].endswith(" ".join(gpu.ALONE))
+
+
+def test_the_python_that_runs_it_is_the_last_resort(installs, tmp_path):
+    _, fails = installs
+    fails("pip install")
+    assert gpu.environment(tmp_path / "here") == (Path(sys.executable), True)
+    fails(sys.executable)
+    assert gpu.environment(tmp_path / "here") is None
+
+
+def test_every_test_of_streams_on_a_card_runs_on_the_fake_of_one():
+    """So that none of their lines is run for the first time where minutes are short."""
+    paths = ("tests", "tests/v1/kv_connector/unit")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "gpu.fake_card", f"{gpu.UNIT}/test_cuda.py"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in paths)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "7 passed" in done.stdout and "skipped" not in done.stdout
 
 
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("assert False", 1)])

@@ -228,7 +228,10 @@ def _layer_checksum_kernel(
         if HEADS % TILE_HEADS != 0:
             num_kept = tl.where(first_head + head < last_head, num_kept, 0)
         step = factor * (2 * SPAN)
-        for _ in range(first_span, last_span):
+        # Several loads are on their way at once, where no tiles are left over.
+        WHOLE: tl.constexpr = SPANS % SPANS_PER_PROGRAM == 0
+        UNROLLED: tl.constexpr = 4 if WHOLE and SPANS_PER_PROGRAM % 4 == 0 else 1
+        for _ in tl.range(first_span, last_span, loop_unroll_factor=UNROLLED):
             raw = tl.load(pointers, mask=piece < num_kept, other=0)
             total += _terms(raw, weights, PIECE_BITS)
             weights += step

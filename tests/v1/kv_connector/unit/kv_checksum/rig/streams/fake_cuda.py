@@ -318,7 +318,7 @@ class _Functions(TorchFunctionMode):
         if name in ("cpu", "tolist"):
             return self._to_host(func, args[0])
         if name == "to":
-            if on_device:
+            if on_device or args[1:] == (DEVICE,):
                 return self._to_device(args[0], kwargs)
             if args[1:] == ("cpu",):
                 return self._to_host(torch.Tensor.cpu, args[0])
