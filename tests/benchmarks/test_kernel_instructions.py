@@ -22,11 +22,13 @@ KINDS = (
 COUNT_AGAIN = """
 import json, sys
 import kernel_instructions as counted
-result = counted.Result.read()
-print(json.dumps([
+found = [
     [kind.geometry.name, kind.counts[target], counted.count(kind.geometry, target)]
-    for kind in result.kinds if kind.geometry.name in sys.argv[1:] for target in ("sm_90", "gfx942")
-]))
+    for kind in counted.Result.read().kinds
+    for target in ("sm_90", "gfx942")
+    if kind.geometry.name in sys.argv[1:]
+]
+print(json.dumps(found))
 """
 
 

@@ -71,17 +71,21 @@ def test_large_factors(prepare):
     assert got == expected(cells, rows, **big)
 
 
-def test_a_token_in_several_views(prepare):
-    """Keep a block's values before its scales, as a sparse indexer does."""
-    cells = random_cells(4, 1, 16, 132)
+@pytest.mark.parametrize("tokens", [16, 12])
+def test_a_token_in_several_views(prepare, tokens):
+    """Keep a block's values before its scales, as a sparse indexer does.
+
+    Tiles do not divide 12 scales, so these are summed in several steps.
+    """
+    cells = random_cells(4, 1, tokens, 132)
     stored = torch.cat([cells[..., :128].flatten(1), cells[..., 128:].flatten(1)], 1)
     words = stored.contiguous().view(torch.int32)
-    values = words[:, : 16 * 32].view(4, 1, 1, 16, 32)
-    scales = words[:, 16 * 32 :].view(4, 1, 1, 16, 1)
+    values = words[:, : tokens * 32].view(4, 1, 1, tokens, 32)
+    scales = words[:, tokens * 32 :].view(4, 1, 1, tokens, 1)
     rows = ROWS.clone()
-    rows[2] = torch.tensor([16, 3, 0, 9])
+    rows[2] = torch.tensor([tokens, 3, 0, 9])
     parts = [
-        LayerView("", part, 4, 33, factors_of(3, 1), (1, 0), first)
+        LayerView("", part, 4, 33, factors_of(3, 1), (1, 0), first, unit_tokens=tokens)
         for part, first in ((values, 0), (scales, 32))
     ]
     assert run(prepare, parts, rows) == expected(cells, rows)

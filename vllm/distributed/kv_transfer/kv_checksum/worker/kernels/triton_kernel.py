@@ -48,8 +48,8 @@ _BYTES_PER_LOAD = 512
 """Bytes that a warp reads with one instruction: 16 per lane."""
 
 _MAX_UNITS = 16
-"""Most units that a program takes, if they are not small enough to fill less than a tile
-then: a load reads 32 bytes of each in a row, which is the least that memory delivers."""
+"""Most units that a program takes, unless as many fill less than a tile: a load then
+reads 32 bytes of each in a row, which is the least that memory delivers."""
 
 _AT_RUN_TIME = [
     "addresses",
