@@ -8,12 +8,14 @@ MINUTES ?= 30
 WORKERS ?= 2
 # A file's tests share its servers. In the order of collection, so that the servers' files come early.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# What make test-base runs. Servers: every carrier, stores, offloading, and the release beside its own stock.
+UNITS := "not e2e and not slow and not campaign and not upstream"
+# What make unit-base and make test-base run. Servers: every carrier, stores, offloading, and the release beside its own stock.
+BASE_UNITS := tests/v1 tests/series
 BASE_SERVERS := nixl_pull carriers mixed_versions offloading simple_cpu_offload multi_connector
-BASE_TESTS := tests/v1 tests/series $(BASE_SERVERS:%=tests/e2e/test_%.py)
+BASE_TESTS := $(BASE_SERVERS:%=tests/e2e/test_%.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help env unit test test-slow test-base test-upstream test-gpu gpu-report lint bench bench-serving campaign mutants \
+.PHONY: help env unit test test-slow unit-base test-base test-upstream test-gpu gpu-report lint bench bench-serving campaign mutants \
 	fuzz soak demo clean
 
 help:
@@ -22,6 +24,8 @@ help:
 	@echo "make unit   the tests that need no servers"
 	@echo "make test   every test, with real vLLM servers (WORKERS=2 files at a time)"
 	@echo "make test-slow  what make test leaves out: the real wheel of vLLM, more orders of events"
+	@echo "make unit-base  the unit tests on another supported vLLM (BASE=0.32.0); the continuous"
+	@echo "            integration runs them on every one"
 	@echo "make test-base  the unit tests on another supported vLLM, and real servers of it (BASE=0.32.0)"
 	@echo "make test-upstream  vLLM's own tests: what passes on stock passes on the patched tree"
 	@echo "            (downloads vLLM's source distribution; half an hour and more)"
@@ -45,7 +49,7 @@ env:
 	@$(PYTHON) tests/rig/env.py --venv $(VENV)
 
 unit: env
-	$(BIN)/python -m pytest tests -m "not e2e and not slow and not campaign and not upstream" $(PARALLEL) -q
+	$(BIN)/python -m pytest tests -m $(UNITS) $(PARALLEL) -q
 
 test: env
 	$(BIN)/python -m pytest tests -m "not slow" $(PARALLEL) --durations=30
@@ -53,9 +57,12 @@ test: env
 test-slow: env
 	$(BIN)/python -m pytest tests -m slow
 
-test-base: env
+unit-base: env
 	$(BIN)/python tests/rig/older.py $(BASE)
-	PYTHONPATH=$(CURDIR)/.rig/vllm-$(BASE) $(BIN)/python -m pytest $(BASE_TESTS) -m "not slow" $(PARALLEL) -q
+	PYTHONPATH=$(CURDIR)/.rig/vllm-$(BASE) $(BIN)/python -m pytest $(BASE_UNITS) -m $(UNITS) $(PARALLEL) -q --durations=15
+
+test-base: unit-base
+	PYTHONPATH=$(CURDIR)/.rig/vllm-$(BASE) $(BIN)/python -m pytest $(BASE_TESTS) -m "not slow" $(PARALLEL) -q --durations=15
 
 test-upstream: env
 	$(BIN)/python tests/rig/upstream.py
