@@ -34,12 +34,12 @@ import statistics
 import string
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving_ratios import BASE, summary, table
+from serving_ratios import BASE, FIGURES, summary, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -69,6 +69,9 @@ OF_THE_SERVERS = {
     "first token on D": (1, "vllm:time_to_first_token_seconds"),
 }
 """By figure: P or D, and the histogram whose mean over a turn's requests it is."""
+OF_THE_PROCESSOR = {"CPU of P": 0, "CPU of D": 1}
+"""By figure: P or D, whose processes' time on the CPU it is, per request. What else the
+machine does changes it less than what waits for the CPU."""
 BEGAN = time.monotonic()
 
 
@@ -214,6 +217,10 @@ class Restart:
     ) -> list[dict[str, Any]]:
         """Let the arms take turns; return one row per arm and workload."""
         rows = []
+        used = {
+            arm: [processor_seconds(server) for server in pair]
+            for arm, pair in pairs.items()
+        }
         for name, workload in WORKLOADS.items():
             found: dict[str, list[dict[str, float]]] = {arm: [] for arm in urls}
             for turn, order in enumerate(self.turns(name), start=-1):
@@ -221,10 +228,14 @@ class Restart:
                 prompts = workload.prompts(requests, f"{self.number} {name} {turn}")
                 for arm in order:
                     before = served(pairs[arm])
+                    began = [seconds() for seconds in used[arm]]
                     report = client.ask(
                         urls[arm], prompts, workload.at_once, self.args.output
                     )
                     figures = {f: report[key] for f, key in OF_THE_CLIENT.items()}
+                    for figure, side in OF_THE_PROCESSOR.items():
+                        took = used[arm][side]() - began[side]
+                        figures[figure] = 1e3 * took / len(prompts)
                     figures |= means(before, served(pairs[arm]), len(prompts))
                     if turn >= 0:  # the turn before the first warms up
                         found[arm].append(figures)
@@ -264,6 +275,12 @@ def served(pair: tuple[Server, Server]) -> Served:
     }
 
 
+def processor_seconds(server: Server) -> Callable[[], float]:
+    """Return what tells the seconds of CPU that a server's processes have used."""
+    found = server.family()
+    return lambda: sum(sum(process.cpu_times()[:2]) for process in found)
+
+
 def means(before: Served, after: Served, requests: int) -> dict[str, float]:
     """Return the mean milliseconds of the requests between two times.
 
@@ -298,6 +315,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what results must have in common to be put together."""
     return {
         "arms": sorted(args.arms),
+        "figures": list(FIGURES),
         **{name: getattr(args, name) for name in ("turns", "requests", "output")},
         "workloads": {name: vars(workload) for name, workload in WORKLOADS.items()},
     }

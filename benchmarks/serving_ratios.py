@@ -20,10 +20,12 @@ FIGURES = {
     "TTFT": "ms",
     "TPOT": "ms",
     "throughput": "requests/s",
+    "CPU of P": "ms",
+    "CPU of D": "ms",
     "a request on P": "ms",
     "first token on D": "ms",
 }
-"""What is compared, and its unit: three of the client's figures, two of the servers'."""
+"""What is compared, and its unit: three of the client's figures, four of the servers'."""
 
 
 def ratios(

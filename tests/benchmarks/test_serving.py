@@ -53,7 +53,11 @@ def test_the_interval_is_student_s() -> None:
 
 
 def test_every_figure_is_measured() -> None:
-    measured = [*serving.OF_THE_CLIENT, *serving.OF_THE_SERVERS]
+    measured = [
+        *serving.OF_THE_CLIENT,
+        *serving.OF_THE_PROCESSOR,
+        *serving.OF_THE_SERVERS,
+    ]
     assert measured == [*serving_ratios.FIGURES]
 
 
