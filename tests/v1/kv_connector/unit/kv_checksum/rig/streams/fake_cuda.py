@@ -132,6 +132,8 @@ class FakeCUDA:
                 (torch.Tensor, "record_stream", _record_stream),
                 (triton_utils, "HAS_TRITON", has_triton),
                 (torch_utils, "PIN_MEMORY", True),
+                # What vLLM 0.32.0 asks in its place.
+                (torch_utils, "is_pin_memory_available", lambda: True),
                 (triton_kernel, "_layer_checksum_kernel", _Kernel(self)),
                 (triton_kernel, "_small_units_kernel", _Kernel(self)),
             ):
