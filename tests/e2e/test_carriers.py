@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from kv_checksum.rig.versions import older_than
 from rig import processes, verdicts
 from rig.model import tiny_qwen3
 from rig.routing import mooncake_params, prefill, prefill_decode
@@ -131,7 +132,8 @@ def test_a_clean_load_then_a_flipped_bit_then_a_lost_payload(
         pairs.assert_failed(answer, "kv_checksum_unverified", "(no_payload)")
         prompts = pairs.prompts_of(90, 35)
         streamed, _ = pairs.ask_anew(p, d, prompts, 2, "bit_flip-stream", stream=True)
-        pairs.assert_failed(streamed.answer)
+        if pairs.STREAMS_TELL:
+            pairs.assert_failed(streamed.answer)
     else:
         assert pairs.text_of(answer) == expected
     answer, expected, counted = ask(p, d, 200, 34, f"next-{mode}")
@@ -181,7 +183,7 @@ def test_the_client_of_a_failed_chat_may_retry(carrier, consumers, p, stream):
         assert asked.counted == {verdict: 1}
         if verdict == "verified":
             assert asked.answer.status_code == 200
-        else:
+        elif not stream or pairs.STREAMS_TELL:
             pairs.assert_failed(asked.answer, f"kv_checksum_{verdict}")
 
 
@@ -291,6 +293,8 @@ def test_a_request_to_be_loaded_and_sent_on_is_an_ordinary_load(carrier, consume
     """Ask D for both, as a router or a client that merges parameters does."""
     if carrier == "mooncake":
         pytest.skip("vLLM's Mooncake consumer ends in an assertion of its own")
+    if carrier == "nixl_push" and older_than("0.33.0"):
+        pytest.skip("vLLM's NIXL push consumer ends in an assertion of its own")
     both = {"do_remote_decode": True}
     for mode, d in consumers.items():
         for request_id, counted in (
