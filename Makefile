@@ -10,9 +10,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 UNITS := "not e2e and not slow and not campaign and not upstream"
 # What make unit-base and make test-base run. Servers: every carrier, stores, offloading, and the release beside its own stock.
-# The units without those that no release of vLLM changes: the kernels, their machine code, and the program that runs mutants.
-BASE_UNITS := tests/v1 tests/series $(patsubst %,--ignore tests/%.py,series/test_mutants \
-	$(patsubst %,v1/kv_connector/unit/kv_checksum/test_%,kernels compiled))
+BASE_UNITS := tests/v1 tests/series
 BASE_SERVERS := nixl_pull carriers mixed_versions offloading simple_cpu_offload multi_connector
 BASE_TESTS := $(BASE_SERVERS:%=tests/e2e/test_%.py)
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from kernel_instructions import PATHS, RESULT, ROOT
@@ -47,4 +46,4 @@ def again():
 def test_counts_of_several_kinds_are_the_published_ones(again):
     assert {name for name, *_ in again} == {*KINDS}
     changed = [name for name, published, now in again if published != now]
-    assert changed == [], f"make {Path(RESULT).name} anew: see kernel_instructions.py"
+    assert changed == [], f"make {RESULT.name} anew: see kernel_instructions.py"
