@@ -39,6 +39,9 @@ _NEXT_FACTOR = np.uint64(2 * GOLDEN_FACTOR & MASK64)
 _AT_ONCE, _MOST_AHEAD = 64, 16
 """Units whose places are computed at once, and those beyond them to look ahead to."""
 
+_MOST_TOGETHER = 8
+"""Units of one kernel block that are summed together, if their tokens lie apart."""
+
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -647,39 +650,56 @@ def _sum_dense(like, layers, begin, end, factors, rows, out):
 
 @jit
 def _sum_apart(like, layer, factors, rows, out):
-    """Sum a view whose tokens lie apart, or beside one another."""
+    """Sum a view whose tokens lie apart, or beside one another.
+
+    Units of one kernel block share lines of the cache: they are summed together, head
+    by head, so that a line is read from memory once.
+    """
     number, every = len(out), layer.units_per_state
     of_states = _exponent(layer.tokens_per_states)
     of_inner = _exponent(layer.inner)
     of_block = _exponent(layer.outer * layer.inner)
     heads = 1 if layer.is_side_by_side else layer.heads
+    at, pieces, held = np.empty((3, _MOST_TOGETHER), np.int64)
     # A state that spans several units ends in the last of them.
-    for row in range(every - 1, number, every):
-        first, valid = _states(rows, row, layer, of_states)
-        if valid <= 0:
-            continue
-        at = _begin(layer, _place(rows[0][row], layer, of_block, of_inner))
-        soon = rows[0][min(row + layer.units_ahead * every, number - 1)]
-        ahead = _begin(layer, _place(soon, layer, of_block, of_inner)) - at
-        piece = np.uint64(first * layer.pieces + layer.first_piece)
-        held = min(layer.parts * layer.tokens, valid)
-        total = np.uint64(0)
+    row = every - 1
+    while row < number:
+        place = _place(rows[0][row], layer, of_block, of_inner)
+        begin = _begin(layer, place)
+        together, next_row = 0, row
+        while True:
+            first, valid = _states(rows, next_row, layer, of_states)
+            at[together] = _begin(layer, place)
+            pieces[together] = first * layer.pieces + layer.first_piece
+            held[together] = min(layer.parts * layer.tokens, valid)
+            together, next_row = together + 1, next_row + every
+            if together == _MOST_TOGETHER or next_row >= number:
+                break
+            following = _place(rows[0][next_row], layer, of_block, of_inner)
+            if following[0] != place[0] or following[1] != place[1]:
+                break
+            place = following
+        soon = rows[0][min(row + max(layer.units_ahead, together) * every, number - 1)]
+        ahead = _begin(layer, _place(soon, layer, of_block, of_inner)) - begin
+        heads_ahead = max(layer.heads_ahead // together, 1)
         for head in range(heads):
             to_prefetch = layer.elements_ahead
             if to_prefetch == 0:
-                to_prefetch = layer.heads_ahead * layer.head_stride
-                if head + layer.heads_ahead >= heads:
+                to_prefetch = heads_ahead * layer.head_stride
+                if head + heads_ahead >= heads:
                     to_prefetch += ahead - heads * layer.head_stride
-            total += _tiles(
-                like,
-                layer,
-                at + head * layer.head_stride,
-                to_prefetch,
-                held,
-                factors[layer.first_factor + head],
-                piece,
-            )
-        out[row] += total
+            for k in range(together):
+                if held[k] > 0:
+                    out[row + k * every] += _tiles(
+                        like,
+                        layer,
+                        at[k] + head * layer.head_stride,
+                        to_prefetch,
+                        held[k],
+                        factors[layer.first_factor + head],
+                        np.uint64(pieces[k]),
+                    )
+        row = next_row
 
 
 @jit
