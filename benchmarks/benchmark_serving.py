@@ -121,7 +121,8 @@ class Client:
     """Runs `vllm bench serve`, forked from a process that has imported vLLM."""
 
     def __init__(self, forks: ForkServer, model: Path, folder: Path) -> None:
-        self._forks, self._model, self._folder = forks, model, folder
+        self.forks, self.folder = forks, folder
+        self._model = model
         self._turns = 0
 
     def ask(
@@ -134,7 +135,7 @@ class Client:
 
         """
         self._turns += 1
-        result = self._folder / f"turn-{self._turns}.json"
+        result = self.folder / f"turn-{self._turns}.json"
         result.unlink(missing_ok=True)
         # The client takes prompts that are given only as conversations of two parts.
         dataset = result.with_suffix(".prompts.json")
@@ -149,8 +150,8 @@ class Client:
         line += ["--max-concurrency", str(at_once)]
         line += ["--save-result", "--result-dir", str(result.parent)]
         line += ["--result-filename", result.name]
-        log = self._folder / f"turn-{self._turns}.log"
-        process = self._forks.launch(line, {}, log)
+        log = self.folder / f"turn-{self._turns}.log"
+        process = self.forks.launch(line, {}, log)
         while process.poll() is None:
             time.sleep(0.05)
         if process.returncode or not result.exists():
@@ -159,6 +160,27 @@ class Client:
         if report["completed"] != len(prompts):
             raise SystemExit(f"{report['completed']} of {len(prompts)} requests: {log}")
         return report
+
+    def measure(
+        self,
+        pair: tuple[Server, Server],
+        url: str,
+        prompts: Sequence[str],
+        at_once: int,
+        output: int,
+    ) -> dict[str, float]:
+        """Run one turn and return every figure, the servers' own included."""
+        clocks = {f: processor_seconds(pair[n]) for f, n in OF_THE_PROCESSOR.items()}
+        before, began = served(pair), {f: clock() for f, clock in clocks.items()}
+        report = self.ask(url, prompts, at_once, output)
+        return {
+            **{f: report[key] for f, key in OF_THE_CLIENT.items()},
+            **{
+                f: 1e3 * (clock() - began[f]) / len(prompts)
+                for f, clock in clocks.items()
+            },
+            **means(before, served(pair), len(prompts)),
+        }
 
 
 class Restart:
@@ -217,33 +239,25 @@ class Restart:
     ) -> list[dict[str, Any]]:
         """Let the arms take turns; return one row per arm and workload."""
         rows = []
-        used = {
-            arm: [processor_seconds(server) for server in pair]
-            for arm, pair in pairs.items()
-        }
         for name, workload in WORKLOADS.items():
             found: dict[str, list[dict[str, float]]] = {arm: [] for arm in urls}
             for turn, order in enumerate(self.turns(name), start=-1):
                 requests = self.args.requests if turn >= 0 else 3
                 prompts = workload.prompts(requests, f"{self.number} {name} {turn}")
                 for arm in order:
-                    before = served(pairs[arm])
-                    began = [seconds() for seconds in used[arm]]
-                    report = client.ask(
-                        urls[arm], prompts, workload.at_once, self.args.output
+                    figures = client.measure(
+                        pairs[arm],
+                        urls[arm],
+                        prompts,
+                        workload.at_once,
+                        self.args.output,
                     )
-                    figures = {f: report[key] for f, key in OF_THE_CLIENT.items()}
-                    for figure, side in OF_THE_PROCESSOR.items():
-                        took = used[arm][side]() - began[side]
-                        figures[figure] = 1e3 * took / len(prompts)
-                    figures |= means(before, served(pairs[arm]), len(prompts))
                     if turn >= 0:  # the turn before the first warms up
                         found[arm].append(figures)
             for arm, turns in found.items():
                 row = {"restart": self.number, "arm": arm, "workload": name}
-                for figure in turns[0]:
-                    value = statistics.median(turn[figure] for turn in turns)
-                    row[figure] = float(f"{value:.6g}")
+                for figure in FIGURES:
+                    row[figure] = rounded(statistics.median(t[figure] for t in turns))
                 rows.append(row)
             say(f"restart {self.number + 1}: {name}: done")
         return rows
@@ -281,6 +295,11 @@ def processor_seconds(server: Server) -> Callable[[], float]:
     return lambda: sum(sum(process.cpu_times()[:2]) for process in found)
 
 
+def rounded(value: float) -> float:
+    """Return a figure to six digits."""
+    return float(f"{value:.6g}")
+
+
 def means(before: Served, after: Served, requests: int) -> dict[str, float]:
     """Return the mean milliseconds of the requests between two times.
 
@@ -313,11 +332,14 @@ def check_loads(pairs: dict[str, tuple[Server, Server]]) -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what results must have in common to be put together."""
+    passing = ("restarts", "minutes", "json", "workloads")
     return {
-        "arms": sorted(args.arms),
+        **{name: value for name, value in vars(args).items() if name not in passing},
         "figures": list(FIGURES),
-        **{name: getattr(args, name) for name in ("turns", "requests", "output")},
-        "workloads": {name: vars(workload) for name, workload in WORKLOADS.items()},
+        "workloads": {
+            name: vars(WORKLOADS[name])
+            for name in getattr(args, "workloads", WORKLOADS)
+        },
     }
 
 
@@ -424,24 +446,38 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def main() -> int:
+Run = Callable[[argparse.Namespace, Path, Results], None]
+
+
+def measure(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, run: Run, folder: str
+) -> int:
     """Measure, and print the table of whatever was measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=ARMS,
-        default=list(ARMS),
-        help=f"which arms take part; {BASE} always does (default: all)",
-    )
-    counts = {
-        "restarts": (10, "how often all servers are started anew"),
-        "turns": (4, "how many turns each arm takes per restart and workload"),
-        "requests": (20, "requests of one turn, one after the other"),
-        "output": (8, "tokens of each answer"),
-    }
+    results = Results(args)
+    try:
+        results.resume()
+    except ValueError as error:
+        parser.error(str(error))
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, interrupt)
+    logs = CACHE / "logs" / folder
+    logs.mkdir(parents=True, exist_ok=True)
+    status = 0
+    try:
+        run(args, logs, results)
+    except KeyboardInterrupt:
+        print("stopped; what whole restarts measured is kept", file=sys.stderr)
+        status = 130
+    finally:
+        if results.rows:
+            print(table(summary(results.rows)))
+    return status
+
+
+def add_common(
+    parser: argparse.ArgumentParser, counts: dict[str, tuple[int, str]]
+) -> None:
+    """Add options: numbers by name, with what they are by default, time and the file."""
     for name, (default, text) in counts.items():
         parser.add_argument(
             f"--{name}",
@@ -462,27 +498,30 @@ def main() -> int:
         metavar="FILE",
         help="write the results there after each restart; restarts that are there count",
     )
+
+
+def main() -> int:
+    """Measure arms that were started with different settings."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        default=list(ARMS),
+        help=f"which arms take part; {BASE} always does (default: all)",
+    )
+    counts = {
+        "restarts": (10, "how often all servers are started anew"),
+        "turns": (4, "how many turns each arm takes per restart and workload"),
+        "requests": (20, "requests of one turn, one after the other"),
+        "output": (8, "tokens of each answer"),
+    }
+    add_common(parser, counts)
     args = parser.parse_args()
     args.arms = list(dict.fromkeys([BASE, *args.arms]))
-    results = Results(args)
-    try:
-        results.resume()
-    except ValueError as error:
-        parser.error(str(error))
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, interrupt)
-    folder = CACHE / "logs" / "benchmark_serving"
-    folder.mkdir(parents=True, exist_ok=True)
-    status = 0
-    try:
-        run(args, folder, results)
-    except KeyboardInterrupt:
-        print("stopped; what whole restarts measured is kept", file=sys.stderr)
-        status = 130
-    finally:
-        if results.rows:
-            print(table(summary(results.rows)))
-    return status
+    return measure(parser, args, run, "benchmark_serving")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Make ratios of what `benchmark_serving.py` measured, with their intervals, and a table.
+"""Make ratios of what the serving benchmarks measured, with their intervals, and a table.
 
-A restart gives one ratio per arm, workload and figure. The interval is Student's, at
-95%, on the logarithms of the ratios of all restarts.
+A restart, or a round of one, gives one ratio per arm, workload and figure. The interval
+is Student's, at 95%, on the logarithms of all ratios.
 """
 
 from __future__ import annotations
@@ -28,16 +28,26 @@ FIGURES = {
 """What is compared, and its unit: three of the client's figures, four of the servers'."""
 
 
+Sample = tuple[int, ...]
+"""What gives one ratio: a restart, or a restart and a round of it."""
+
+
 def ratios(
     rows: list[dict[str, Any]], workload: str, figure: str
-) -> dict[str, list[float]]:
-    """Return each arm's logarithms of the ratio to the base, one per restart."""
-    at = {
-        (r["restart"], r["arm"]): r[figure] for r in rows if r["workload"] == workload
+) -> dict[str, dict[Sample, float]]:
+    """Return each arm's logarithms of the ratio to the base, by sample."""
+    base: dict[Sample, float] = {}
+    others: dict[str, dict[Sample, float]] = {}
+    for row in rows:
+        if row["workload"] == workload:
+            sample = tuple(row[key] for key in ("restart", "round") if key in row)
+            arm = row["arm"]
+            values = base if arm == BASE else others.setdefault(arm, {})
+            values[sample] = row[figure]
+    return {
+        arm: {sample: math.log(value / base[sample]) for sample, value in found.items()}
+        for arm, found in others.items()
     }
-    base = {restart: value for (restart, arm), value in at.items() if arm == BASE}
-    arms = dict.fromkeys(arm for _, arm in at if arm != BASE)
-    return {arm: [math.log(at[n, arm] / base[n]) for n in base] for arm in arms}
 
 
 def student_quantile(freedom: int) -> float:
@@ -78,11 +88,11 @@ def _summary(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             control = found.get(CONTROL)
             for arm, values in found.items():
                 row = {"workload": workload, "figure": figure, "base": base, "arm": arm}
-                row["restarts"] = len(values)
-                row["to base"] = interval(values)
+                row["restarts"] = len({restart for restart, *_ in values})
+                row["to base"] = interval([*values.values()])
                 if control and arm != CONTROL:
-                    paired = zip(values, control, strict=True)
-                    row["to control"] = interval([x - y for x, y in paired])
+                    beyond = [value - control[n] for n, value in values.items()]
+                    row["to control"] = interval(beyond)
                 yield row
 
 

@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import sys
-from itertools import count
+from itertools import count, permutations
 from typing import Any
 
 import benchmark_serving as serving
+import benchmark_serving_switched as switched
 import pytest
 import serving_ratios
 from rig.model import tiny_qwen3
@@ -35,7 +36,7 @@ def test_a_restart_counts_once_and_is_set_against_its_own_base() -> None:
     """A restart in which everything takes twice as long changes no ratio."""
     rows = made_up({"off": [100, 200], "control": [101, 202], "on": [103, 206]})
     found = serving_ratios.ratios(rows, "900 tokens", "TTFT")
-    assert found["on"] == pytest.approx([math.log(1.03)] * 2)
+    assert found["on"] == pytest.approx({(0,): math.log(1.03), (1,): math.log(1.03)})
     told = serving_ratios.table(serving_ratios.summary(rows))
     assert "1.030 (1.030 to 1.030)" in told
     assert "1.020 (1.020 to 1.020)" in told  # beyond the control
@@ -98,6 +99,28 @@ def test_every_arm_takes_every_turn_in_another_place(tmp_path) -> None:
         assert orders[1] == orders[2][::-1] and orders[3] == orders[4][::-1]
     assert firsts == {"off", "control", "on"}
     assert serving.Restart(arguments(), 3, tmp_path).order == ["on", "control", "off"]
+
+
+def test_switched_arms_take_their_turns_in_every_order() -> None:
+    """Of two rounds the second has the first's order reversed; rounds are paired."""
+    args = argparse.Namespace(rounds=40, workloads=["100 tokens", "900 tokens"])
+    orders: dict[str, dict[int, list[str]]] = {name: {} for name in args.workloads}
+    for turn in switched.turns(args, 3, "on"):
+        of_round = orders[turn["workload"]].setdefault(turn["round"], [])
+        of_round.append(turn["arm"])
+    for found in orders.values():
+        assert [*found] == [*range(-1, 40)]
+        assert {tuple(order) for order in found.values()} == {
+            *permutations(("off", "control", "on"))
+        }
+        assert all(found[n] == found[n + 1][::-1] for n in range(0, 40, 2))
+    # A round's ratios are to that round's own base, whatever the others took.
+    rows = [
+        {**dict.fromkeys(serving_ratios.FIGURES, 1.0), **turn, "TTFT": 7.0 + n // 3}
+        for n, turn in enumerate(switched.turns(args, 3, "on"))
+    ]
+    ratios = serving_ratios.ratios(rows, "100 tokens", "TTFT")
+    assert ratios["on"] == {(3, n): 0.0 for n in range(-1, 40)}
 
 
 def test_a_server_that_counted_others_requests_is_an_error() -> None:

@@ -58,6 +58,9 @@ FAILED_STATUS = 503 if TELLS_WHY else 500
 STREAMS_TELL = not older_than("0.32.0")
 """Whether vLLM ends the stream of a completion that failed with an error, and not without one."""
 
+PUSHES_END_BY_LEASE = older_than("0.31.0")
+"""Whether P hears of no NIXL push that is done: it keeps the KV, and its checksums, until the lease ends."""
+
 SAID = {
     "kv_checksum_mismatch": "KV checksum mismatch: ",
     "kv_checksum_unverified": "KV checksums not verified: ",

@@ -6,7 +6,6 @@ The servers are forked from one process that imported vLLM (rig only).
 from __future__ import annotations
 
 import json
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,6 +37,9 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 MANY = ("--kv-cache-memory-bytes", str(192 << 20), "--max-num-seqs", "32")
 """For many requests at once, and KV that waits to be pulled."""
+
+LEASE_S = 30
+"""NIXL's kv_lease_duration, by default."""
 
 
 @pytest.fixture(scope="module", params=pairs.CONNECTORS)
@@ -264,10 +266,8 @@ def all_have_come(p, d, asked):
         for request_id, prompt in asked.items()
     }
     with ThreadPoolExecutor(2 * len(asked)) as clients:
-        if not at_once:
-            processes.send(p.family(), signal.SIGSTOP)
         answers = []
-        try:
+        with processes.stopped([] if at_once else p.family()):
             for n, (request_id, prompt) in enumerate(asked.items(), 1):
                 ask = (prompt, MAX_TOKENS, halves[request_id][1])
                 answers.append(
@@ -275,8 +275,6 @@ def all_have_come(p, d, asked):
                 )
                 pairs.wait(lambda n=n: waiting(d) == n, f"{n} requests on D")
             assert pairs.pending_loads(d) == 1
-        finally:
-            processes.send(p.family(), signal.SIGCONT)
         if at_once:
             for request_id, prompt in asked.items():
                 ask = (prompt, 1, halves[request_id][0])
@@ -363,6 +361,7 @@ def test_two_hundred_at_once_and_nothing_stays(carrier, common):
     """Serve in float32: texts are compared, and batches of other sizes round otherwise."""
     model, name = tiny_qwen3("float32"), f"e2e-{carrier}-many"
     same = {"dtype": "float32", "args": MANY, **common}
+    kept_s = LEASE_S if carrier == "nixl_push" and pairs.PUSHES_END_BY_LEASE else 0
     p = pairs.producer(f"{name}-p", model, **same)
     d = pairs.consumer(name, model, "fail", drill=False, **same)
     draw = [1 + (n * 37) % 290 for n in range(200)]
@@ -370,7 +369,7 @@ def test_two_hundred_at_once_and_nothing_stays(carrier, common):
     with serving(p, d), ThreadPoolExecutor(len(prompts)) as clients:
         for n in range(3):
             assert ask(p, d, 90, 400 + n, f"warm-{n}")[2] == {"verified": 1}
-        time.sleep(1)
+        time.sleep(1 + kept_s)
         before = p.checksum_tables(), d.checksum_tables()
         for tables in before:
             assert any(name.endswith("KVChecksumScheduler._recvs") for name in tables)
@@ -396,5 +395,5 @@ def test_two_hundred_at_once_and_nothing_stays(carrier, common):
             if a.status_code == 200 and pairs.text_of(a) != text
         ]
         assert differing == []
-        time.sleep(1)
+        time.sleep(1 + kept_s)
         assert (p.checksum_tables(), d.checksum_tables()) == before

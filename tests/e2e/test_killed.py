@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -88,8 +87,7 @@ def loads_in_flight(p, *consumers):
             for requests in asked.values()
             for request_id, prompt in requests
         }
-        processes.send(p.family(), signal.SIGSTOP)
-        try:
+        with processes.stopped(p.family()):
             answers = {
                 d: [
                     clients.submit(
@@ -110,8 +108,6 @@ def loads_in_flight(p, *consumers):
             except AssertionError as error:
                 raise NotInFlight(str(error)) from None
             yield answers
-        finally:
-            processes.send(p.family(), signal.SIGCONT)
 
 
 def status(answer: Future[httpx.Response]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -226,10 +225,9 @@ def test_values_whose_load_failed_on_its_way_stay(
             # They lend memory, too, but come too late for these values.
             stack.enter_context(serving(closed, opened))
             values = [store.get(k) for k in keys]
-            processes.send(a.family(), signal.SIGSTOP)
-            answers = [clients.submit(text, b, prompt) for b in (closed, opened)]
-            time.sleep(LEASE_S + 2)
-            processes.send(a.family(), signal.SIGCONT)
+            with processes.stopped(a.family()):
+                answers = [clients.submit(text, b, prompt) for b in (closed, opened)]
+                time.sleep(LEASE_S + 2)
             assert [answer.result() for answer in answers] == [expected] * 2
             for b in (closed, opened):
                 assert "Failed to get" in b.log_text()

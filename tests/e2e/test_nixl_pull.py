@@ -6,7 +6,6 @@ The servers are forked from one process that imported vLLM (rig only).
 from __future__ import annotations
 
 import contextlib
-import signal
 
 import httpx
 import pytest
@@ -80,22 +79,25 @@ def abort_some(p, d):
 
 
 def leave_while_it_loads(p, d):
-    """Stop P, so that the load is under way when the client leaves."""
-    prompt = pairs.prompt_of(100, 99)
-    params = prefill(p, prompt, request_id="leaves")
-    processes.send(p.family(), signal.SIGSTOP)
-    try:
-        with (
-            contextlib.suppress(httpx.TimeoutException),
-            d.streamed(
-                prompt, 5, params, request_id="leaves", patience_s=3, stream=True
-            ) as answer,
-        ):
-            answer.read()
-        # D must know that the client left before the load can end.
-        assert verdicts.settled(d).aborted >= 1
-    finally:
-        processes.send(p.family(), signal.SIGCONT)
+    """Stop P, so that the load is under way when the client leaves.
+
+    A load may end all the same, if P had done its part: then another is tried.
+    """
+    before = verdicts.settled(d).aborted
+    for i in range(3):
+        prompt = pairs.prompt_of(100, 97 + i)
+        asked = {"request_id": f"leaves-{i}", "patience_s": 3, "stream": True}
+        params = prefill(p, prompt, request_id=asked["request_id"])
+        with processes.stopped(p.family()):
+            with (
+                contextlib.suppress(httpx.TimeoutException),
+                d.streamed(prompt, 5, params, **asked) as answer,
+            ):
+                answer.read()
+            # D must know that the client left before the load can end.
+            if verdicts.settled(d).aborted > before:
+                return
+    raise AssertionError("no client left while its KV was loaded")
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -40,11 +40,35 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
+def _is_stopped(process: psutil.Process) -> bool:
+    return process.status() == psutil.STATUS_STOPPED
+
+
 def send(targets: Iterable[psutil.Process], number: signal.Signals) -> None:
     """Signal each process that is still the one meant."""
     for target in targets:
         with contextlib.suppress(psutil.NoSuchProcess):
             target.send_signal(number)
+
+
+@contextlib.contextmanager
+def stopped(targets: Iterable[psutil.Process]) -> Iterator[None]:
+    """Let none of them run in the block, and all of them after it.
+
+    Raises:
+        AssertionError: one runs on, 10 seconds after it was told to stop.
+
+    """
+    targets = list(targets)
+    send(targets, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 10
+        while running := [p for p in targets if _lives(p) and not _is_stopped(p)]:
+            assert time.monotonic() < deadline, f"not stopped: {running}"
+            time.sleep(0.02)
+        yield
+    finally:
+        send(targets, signal.SIGCONT)
 
 
 def end(leader: int, polite_s: float) -> None:

@@ -1,14 +1,14 @@
 """Tell how much a running server holds for checksums, so that a test can see that nothing grows.
 
 With ``KV_CHECKSUM_RIG_TABLES=FOLDER`` in the environment, a thread of every process answers each file
-``FOLDER/ask-N`` with ``FOLDER/N-PID.json``: the length of every container of the feature's long-lived objects and of
-what it adds to connectors, and the number of living per-request objects by class. Nothing is changed or kept alive.
+``FOLDER/ask-N`` with ``FOLDER/N-PID.json``. To ``tables`` it answers with the length of every container of the feature's
+long-lived objects and of what it adds to connectors, and with the number of living per-request objects by class; nothing
+is changed or kept alive. ``off`` and ``on`` switch checksums (``switch.py``).
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import gc
 import json
 import os
@@ -17,10 +17,10 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from kv_checksum_rig.on_import import on_import
+from kv_checksum_rig import switch
+from kv_checksum_rig.instances import remember
 
 VARIABLE = "KV_CHECKSUM_RIG_TABLES"
 FEATURE = "vllm.distributed.kv_transfer.kv_checksum"
@@ -39,25 +39,10 @@ def apply() -> None:
     if VARIABLE not in os.environ or os.getpid() in _answering:
         return
     for module, name in ROOTS.items():
-        on_import(module, functools.partial(_remember_instances, name=name))
+        remember(module, name, _roots)
+    switch.remember_holders()
     os.register_at_fork(after_in_child=_answer_in_background)
     _answer_in_background()
-
-
-def _remember_instances(module: ModuleType, name: str) -> None:
-    """Note every instance of the class from now on."""
-    cls = getattr(module, name)
-    stock = cls.__init__
-    if getattr(stock, "kv_checksum_rig", False):
-        return
-
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        _roots.append(weakref.ref(self))
-        stock(self, *args, **kwargs)
-
-    init.kv_checksum_rig = True  # type: ignore[attr-defined]
-    cls.__init__ = init
 
 
 def _answer_in_background() -> None:
@@ -74,7 +59,7 @@ def _answer() -> None:
             if ask.name not in answered:
                 answered.add(ask.name)
                 scratch = folder / f".{pid}"
-                scratch.write_text(json.dumps(sizes()))
+                scratch.write_text(json.dumps(ANSWERS[ask.read_text()]()))
                 scratch.replace(folder / f"{ask.name.removeprefix('ask-')}-{pid}.json")
         time.sleep(0.1)
 
@@ -100,6 +85,10 @@ def sizes() -> dict[str, int]:
         if str(getattr(type(x), "__module__", "")).startswith(FEATURE)
     )
     return {**found, **{f"living {name}": count for name, count in living.items()}}
+
+
+ANSWERS = {"tables": sizes, "off": switch.off, "on": switch.on}
+"""What to do and answer, by what a file asks for."""
 
 
 def _tables(held: Any, path: str, found: dict[str, int], everything: bool) -> None:
