@@ -90,11 +90,11 @@ class Workload:
     prefix: int = 0
     at_once: int = 1
 
-    def prompts(self, requests: int, seed: str) -> list[str]:
+    def prompts(self, requests: int, seed: str, own: str | None = None) -> list[str]:
         """Draw the prompts of one turn; a capital letter is one token of the tiny model.
 
         Prompts of different seeds have nothing in common, so that the prefix cache finds
-        only what is shared on purpose.
+        only what is shared on purpose. With a seed of their `own`, that is the prefix.
         """
         draw = random.Random(seed)
 
@@ -102,6 +102,8 @@ class Workload:
             return "".join(draw.choices(string.ascii_uppercase, k=tokens))
 
         shared = text(self.prefix)
+        if own is not None:
+            draw = random.Random(own)
         return [shared + text(self.tokens) for _ in range(requests * self.at_once)]
 
 

@@ -80,7 +80,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _summary(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        for figure in FIGURES:
+        for figure in (figure for figure in FIGURES if figure in rows[0]):
             base = statistics.median(
                 r[figure] for r in rows if (r["workload"], r["arm"]) == (workload, BASE)
             )

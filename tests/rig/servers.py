@@ -372,32 +372,16 @@ class Server:
 
     def checksum_tables(self, timeout: float = 20) -> dict[str, int]:
         """Return what its processes hold for checksums, by name (rig package, ``tables.py``); summed over processes."""
-        return self._ask("tables", timeout)
-
-    def switch_checksums(self, on: bool, timeout: float = 20) -> None:
-        """Switch checksums of an idle server off, or on again as they were (rig package, ``switch.py``).
-
-        Raises:
-            ServerError: it was started without them.
-
-        """
-        if not all(self._ask("on" if on else "off", timeout).values()):
-            raise ServerError(f"{self.name} has no checksums to switch")
-
-    def _ask(self, question: str, timeout: float) -> dict[str, int]:
-        """Ask all processes by a file, and return their answers' sum."""
         folder = self.tables
         number = len(list(folder.glob("ask-*")))
-        asked = folder / f"scratch-{number}"
-        asked.write_text(question)
-        asked.rename(folder / f"ask-{number}")
+        (folder / f"ask-{number}").touch()
         deadline = time.monotonic() + timeout
         while silent := self._silent_processes(number):
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"{self.name} did not answer {question!r} (processes {silent})"
+                    f"{self.name} did not tell its tables (processes {silent})"
                 )
-            time.sleep(0.05)
+            time.sleep(0.1)
         total: dict[str, int] = {}
         for answer in folder.glob(f"{number}-*.json"):
             for name, size in json.loads(answer.read_text()).items():

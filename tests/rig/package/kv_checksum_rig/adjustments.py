@@ -22,6 +22,7 @@ from kv_checksum_rig import (
     interpreter,
     loads,
     offload_adjustments,
+    switch,
     tables,
 )
 from kv_checksum_rig.on_import import on_import
@@ -35,6 +36,7 @@ def apply() -> None:
     """Register every adjustment. Safe to call more than once."""
     if os.environ.get("KV_CHECKSUM_RIG_ADJUST") == "0":
         return
+    switch.apply()
     tables.apply()
     loads.apply()
     offload_adjustments.apply()

@@ -1,15 +1,22 @@
 """Switch checksums off in a running server and on again: a benchmark compares both in the same processes.
 
-Off is what it is for who does not want them: every attribute that vLLM asks ``is None`` is None. The server must be idle,
-and only loads over NIXL pull are known to go on as before.
+With ``KV_CHECKSUM_RIG_SWITCH`` in the environment, every process that holds something to switch listens at ``address``. Off is
+what it is for who does not want checksums: each attribute that vLLM asks ``is None`` is None. The server must be idle, and only
+loads over NIXL pull are known to go on as before.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import weakref
+from multiprocessing.connection import Listener
 from typing import Any
 
 from kv_checksum_rig.instances import remember
+
+VARIABLE = "KV_CHECKSUM_RIG_SWITCH"
 
 HOLDERS = {
     "kv_checksum": ("vllm.v1.core.sched.scheduler", "Scheduler"),
@@ -19,13 +26,38 @@ HOLDERS = {
 """By attribute, the class whose instances hold it."""
 
 _instances: dict[str, list[weakref.ref[Any]]] = {name: [] for name in HOLDERS}
+_listening: set[int] = set()
 _taken: list[tuple[Any, str, Any]] = []
 
 
-def remember_holders() -> None:
-    """Note what can be switched, from now on."""
+def apply() -> None:
+    """Listen in this process and those that are forked from it, if the environment asks for it."""
+    if VARIABLE not in os.environ or os.getpid() in _listening:
+        return
     for name, (module, cls) in HOLDERS.items():
         remember(module, cls, _instances[name])
+    os.register_at_fork(after_in_child=_listen_in_background)
+    _listen_in_background()
+
+
+def address(pid: int) -> str:
+    """Return the abstract socket at which a process listens."""
+    return f"\0kv_checksum_rig_switch-{pid}"
+
+
+def _listen_in_background() -> None:
+    _listening.add(os.getpid())
+    name = "kv-checksum-rig-switch"
+    threading.Thread(target=_listen, name=name, daemon=True).start()
+
+
+def _listen() -> None:
+    """Do what one client after the other asks for, until it leaves."""
+    with Listener(address(os.getpid())) as listener:
+        while True:
+            with listener.accept() as asked, contextlib.suppress(EOFError):
+                while True:
+                    asked.send(on() if asked.recv() else off())
 
 
 def off() -> dict[str, int]:

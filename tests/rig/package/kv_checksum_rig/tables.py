@@ -1,9 +1,8 @@
 """Tell how much a running server holds for checksums, so that a test can see that nothing grows.
 
 With ``KV_CHECKSUM_RIG_TABLES=FOLDER`` in the environment, a thread of every process answers each file
-``FOLDER/ask-N`` with ``FOLDER/N-PID.json``. To ``tables`` it answers with the length of every container of the feature's
-long-lived objects and of what it adds to connectors, and with the number of living per-request objects by class; nothing
-is changed or kept alive. ``off`` and ``on`` switch checksums (``switch.py``).
+``FOLDER/ask-N`` with ``FOLDER/N-PID.json``: the length of every container of the feature's long-lived objects and of
+what it adds to connectors, and the number of living per-request objects by class. Nothing is changed or kept alive.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from kv_checksum_rig import switch
 from kv_checksum_rig.instances import remember
 
 VARIABLE = "KV_CHECKSUM_RIG_TABLES"
@@ -40,7 +38,6 @@ def apply() -> None:
         return
     for module, name in ROOTS.items():
         remember(module, name, _roots)
-    switch.remember_holders()
     os.register_at_fork(after_in_child=_answer_in_background)
     _answer_in_background()
 
@@ -59,7 +56,7 @@ def _answer() -> None:
             if ask.name not in answered:
                 answered.add(ask.name)
                 scratch = folder / f".{pid}"
-                scratch.write_text(json.dumps(ANSWERS[ask.read_text()]()))
+                scratch.write_text(json.dumps(sizes()))
                 scratch.replace(folder / f"{ask.name.removeprefix('ask-')}-{pid}.json")
         time.sleep(0.1)
 
@@ -85,10 +82,6 @@ def sizes() -> dict[str, int]:
         if str(getattr(type(x), "__module__", "")).startswith(FEATURE)
     )
     return {**found, **{f"living {name}": count for name, count in living.items()}}
-
-
-ANSWERS = {"tables": sizes, "off": switch.off, "on": switch.on}
-"""What to do and answer, by what a file asks for."""
 
 
 def _tables(held: Any, path: str, found: dict[str, int], everything: bool) -> None:
