@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 _CHUNK = 8192
 """Pieces per chunk, so that a chunk stays in the processor's cache."""
 
+_WEIGHTS: np.ndarray = np.uint64(GOLDEN_FACTOR) * np.arange(
+    1, 2 * _CHUNK, 2, dtype=np.uint64
+)
+"""The weights of the first chunk's pieces; each chunk's are those of the one before
+plus `_STEP`."""
+
+_STEP = np.uint64(2 * _CHUNK * GOLDEN_FACTOR & MASK64)
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -63,10 +71,9 @@ def prompt_digests(request: Request, num_tokens: int) -> PromptDigests:
         ids.append(0)
     pieces = np.frombuffer(ids, np.uint64)
     filled = number // UNIT_TOKENS * UNIT_TOKENS
-    beginning = _sum_of_terms(pieces[: filled // 2], 0)
-    rest = _sum_of_terms(pieces[filled // 2 :], filled // 2)
+    whole, rest = _sums_of_terms(pieces, filled // 2)
     return PromptDigests(
-        number + beginning + rest & MASK64 or 1, filled + beginning & MASK64 or 1
+        number + whole & MASK64 or 1, filled + whole - rest & MASK64 or 1
     )
 
 
@@ -81,18 +88,22 @@ def _first_ids(token_ids: list[int], number: int) -> array[int]:
     return ids
 
 
-def _sum_of_terms(pieces: np.ndarray, first: int) -> int:
-    """Sum the terms of uint64 `pieces`, numbered from `first`."""
-    stop = first + min(_CHUNK, len(pieces))
-    j: np.ndarray = np.arange(first, stop, dtype=np.uint64)
-    weights = np.uint64(GOLDEN_FACTOR) * (np.uint64(2) * j + np.uint64(1))
-    step = np.uint64(2 * _CHUNK * GOLDEN_FACTOR & MASK64)
-    total = 0
+def _sums_of_terms(pieces: np.ndarray, begin: int) -> tuple[int, int]:
+    """Sum the terms of uint64 `pieces`, and of those from `begin` on in the last chunk.
+
+    A unit of tokens is not divided between chunks.
+    """
+    whole, weights = 0, _WEIGHTS
+    rest = 0
     for at in range(0, len(pieces), _CHUNK):
+        if at:
+            weights = weights + _STEP
         chunk = pieces[at : at + _CHUNK]
-        total += int(checksum_terms(chunk, weights[: len(chunk)]).sum(dtype=np.uint64))
-        weights += step
-    return total
+        terms = checksum_terms(chunk, weights[: len(chunk)])
+        whole += int(np.add.reduce(terms))
+        if begin - at < len(terms):
+            rest = int(np.add.reduce(terms[begin - at :]))
+    return whole, rest
 
 
 def is_other_prompt(request: Request, num_tokens: int, sent: PromptDigests) -> bool:

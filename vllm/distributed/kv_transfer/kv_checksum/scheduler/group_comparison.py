@@ -111,7 +111,7 @@ def compare_group(
     start = ours.start * ours.units.per_block
     # Units past the last token are sums of no tokens.
     end = min(start + len(ours.checks[0]), -(-our_tokens // size))
-    held = np.stack(ours.checks)[:, : max(0, end - start)]
+    held: np.ndarray = np.array(ours.checks)[:, : max(0, end - start)]
     sent = _chunks(
         theirs.start, theirs.values[None], theirs.unit_size, large, their_tokens
     )
@@ -256,6 +256,35 @@ def _firsts(ascending: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.diff(ascending, prepend=-1))
 
 
+def _differences(
+    common: _Common, differs: np.ndarray, ratio: int, per_block: int, end: int
+) -> tuple[list[int], list[Difference]]:
+    """Return the positions of the consumer's blocks that differ, and samples of them.
+
+    Args:
+        common: the chunks that both sides hold.
+        differs: bool ``(checks, chunks)``; some chunk does.
+        ratio: the consumer's units per chunk.
+        per_block: its units per block.
+        end: the unit behind the last that was loaded.
+
+    """
+    bad = np.flatnonzero(differs.any(axis=0))
+    # A chunk may be far longer than the request, because the producer chooses its unit.
+    units = (common.low + bad)[:, None] * ratio + np.arange(min(ratio, end))
+    blocks = units[units < end] // per_block
+    at = _firsts((common.low + bad) * ratio // per_block)
+    samples = [
+        Difference(
+            int(common.low + chunk) * ratio // per_block,
+            int(common.expected[chunk]),
+            int(common.found[differs[:, chunk].argmax(), chunk]),
+        )
+        for chunk in bad[at[:MAX_SAMPLES]]
+    ]
+    return blocks[_firsts(blocks)].tolist(), samples
+
+
 def _in_blocks(
     common: _Common,
     differs: np.ndarray,
@@ -274,20 +303,10 @@ def _in_blocks(
 
     """
     per_block, (start, end) = ours.units.per_block, loaded
-    bad = np.flatnonzero(differs.any(axis=0))
-    # A chunk may be far longer than the request, because the producer chooses its unit.
-    units = (common.low + bad)[:, None] * ratio + np.arange(min(ratio, end))
-    blocks = units[units < end] // per_block
-    positions = blocks[_firsts(blocks)]
-    at = _firsts((common.low + bad) * ratio // per_block)
-    samples = [
-        Difference(
-            int(common.low + chunk) * ratio // per_block,
-            int(common.expected[chunk]),
-            int(common.found[differs[:, chunk].argmax(), chunk]),
-        )
-        for chunk in bad[at[:MAX_SAMPLES]]
-    ]
+    positions: list[int] = []
+    samples: list[Difference] = []
+    if differs.any():
+        positions, samples = _differences(common, differs, ratio, per_block, end)
     low = common.low * ratio
     high = min((common.low + len(common.expected)) * ratio, end)
     unverified, detail = None, ""
@@ -302,17 +321,17 @@ def _in_blocks(
     first, stop = low // per_block, high // per_block
     if high == end:
         stop = -(-high // per_block)
-    elif positions.size:
-        stop = max(stop, int(positions[-1]) + 1)
+    elif positions:
+        stop = max(stop, positions[-1] + 1)
     verdict = GroupVerdict(
         first,
         max(0, stop - first),
-        positions.tolist(),
+        positions,
         samples,
         unverified,
         partial=low > start,
         detail=detail,
     )
-    if positions.size:
+    if positions:
         verdict.bad_checks = frozenset(np.flatnonzero(differs.any(axis=1)).tolist())
     return verdict

@@ -77,6 +77,8 @@ def build_rows(
             )
         ]
         at += total + total % 2
+    if len(tables) == 1:
+        return tables[0], segments, parts
     rows = np.concatenate(tables, axis=1) if tables else np.zeros((3, 0), np.int64)
     return rows, segments, parts
 
@@ -105,23 +107,22 @@ def _block_rows(
     total = int(ends[-1])
     rows: np.ndarray = np.empty((3, total), np.int64)
     blocks: np.ndarray = np.concatenate(ids)
-    if per_block > 1:
-        blocks = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
-    rows[0] = blocks
-    position = np.arange(total) - np.repeat(ends - lengths - starts, lengths)
+    units = np.arange(per_block)
+    np.add(blocks[:, None] * per_block, units, out=rows[0].reshape(-1, per_block))
+    position = np.arange(total) - (ends - lengths - starts).repeat(lengths)
     for end, length, of in zip(ends, lengths, work.values(), strict=True):
         positions = of.positions.get(group.group_id)
         if positions is not None:
-            units = positions[:, None] * per_block + np.arange(per_block)
-            position[end - length : end] = units.ravel()
+            of_blocks = positions[:, None] * per_block + units
+            position[end - length : end] = of_blocks.ravel()
     if (context := group.context).size > 1:
         # The block at position p holds the tokens of one rank's block p * size + rank.
         position += position // per_block * ((context.size - 1) * per_block)
         position += context.rank * per_block
     first = np.multiply(position, group.unit_size, out=rows[1])
-    num_tokens = [of.num_tokens for of in work.values()]
-    valid = np.repeat(num_tokens, lengths) - first
-    np.clip(valid, 0, group.unit_size, out=rows[2])
+    num_tokens = np.array([of.num_tokens for of in work.values()])
+    valid = np.subtract(num_tokens.repeat(lengths), first, out=rows[2])
+    np.minimum(np.maximum(valid, 0, out=valid), group.unit_size, out=valid)
     return rows, starts, lengths
 
 
