@@ -73,7 +73,7 @@ def sent_blocks(
         row = row[: -(-num_tokens // spec.block_size)]
         start = max(0, len(row) - _window_blocks(spec, len(row)))
         ids = np.array(row[start:], np.int64)
-        live = np.flatnonzero(ids != _NULL_BLOCK)
+        live = (ids != _NULL_BLOCK).nonzero()[0]
         if not live.size:
             found.empty.add(group_id)
         elif live.size != ids.size - live[0]:

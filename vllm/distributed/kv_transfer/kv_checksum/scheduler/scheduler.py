@@ -365,8 +365,11 @@ class KVChecksumScheduler:
             elif load.carrier is not None:
                 self._scheduled.reqs_to_recv[load.req_id] = load.blocks
         self._started.clear()
-        scheduled, self._scheduled = self._scheduled, KVChecksumScheduled()
-        return scheduled or None
+        scheduled = self._scheduled
+        if not scheduled:
+            return None
+        self._scheduled = KVChecksumScheduled()
+        return scheduled
 
     # ---- update_from_output()
 
