@@ -285,7 +285,7 @@ class KVChecksumWorker:
                 blocks = self._recvs.pop(req_id, None)
                 if blocks is not None and req_id not in failed_recving:
                     work[req_id] = blocks
-        output = self._sum(work)
+        output = self._sum(work) if work else None
         if received:
             record = KVChecksumRecord(
                 self.pp_rank, self.tp_rank, checksums={}, received=received
@@ -303,8 +303,8 @@ class KVChecksumWorker:
         sends, self._sends = self._sends, {}
         full_blocks, self._full_blocks = self._full_blocks, {}
         for work in (sends, full_blocks):
-            sums = self._sum(work)
-            if sums is not None:
+            if work:
+                sums = self._sum(work)
                 output = sums if output is None else output.aggregate(sums)
         return output
 
@@ -385,10 +385,8 @@ class KVChecksumWorker:
                 sum_rows(device_rows[:3, segment], sums[segment, column])
         return device_rows, sums
 
-    def _sum(self, work: dict[str, KVChecksumBlocks]) -> KVChecksumOutput | None:
-        """Queue the sums of blocks by request id; return None if there are none."""
-        if not work:
-            return None
+    def _sum(self, work: dict[str, KVChecksumBlocks]) -> KVChecksumOutput:
+        """Queue the sums of blocks by request id, of one request at least."""
         record = KVChecksumRecord(
             self.pp_rank,
             self.tp_rank,
