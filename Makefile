@@ -9,8 +9,9 @@ WORKERS ?= 2
 # A file's tests share its servers. In the order of collection, so that the servers' files come early.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 UNITS := "not e2e and not slow and not campaign and not upstream"
-# What make unit-base and make test-base run. Servers: every carrier, stores, offloading, and the release beside its own stock.
-BASE_UNITS := tests/v1 tests/series
+# What make unit-base and make test-base run. Units: but for the mutants', which read nothing of a release. Servers: every
+# carrier, stores, offloading, and the release beside its own stock.
+BASE_UNITS := tests/v1 tests/series --ignore=tests/series/test_mutants.py
 BASE_SERVERS := nixl_pull carriers mixed_versions offloading simple_cpu_offload multi_connector
 BASE_TESTS := $(BASE_SERVERS:%=tests/e2e/test_%.py)
 
@@ -31,7 +32,7 @@ help:
 	@echo "            (downloads vLLM's source distribution; half an hour and more)"
 	@echo "make bench  what the checks cost: summing KV, the code on the host, and loads from a store"
 	@echo "make bench-serving  what the checks cost a served request: the engine's thread without a"
-	@echo "            forward pass, and real servers with vllm bench serve (an hour)"
+	@echo "            forward pass, and real servers (two hours)"
 	@echo "make campaign  a million damaged blocks, and the table of outcomes (N=blocks)"
 	@echo "make mutants  one-line breaks of the feature: every one must fail a unit test"
 	@echo "            (IDS='S01 U02' runs these alone; each takes about 10 s)"
@@ -72,7 +73,7 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy tests/rig
-	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/benchmark_kv_checksum_engine.py benchmarks/benchmark_serving.py benchmarks/serving_ratios.py benchmarks/evidence.py benchmarks/originals.py benchmarks/cost_plots.py benchmarks/kernels/kernel_instructions.py benchmarks/kernels/benchmark_cpu_layouts.py benchmarks/kernels/gpu_report.py benchmarks/kernels/kernel_variants.py benchmarks/kernels/bare_worker.py tests/campaign benchmarks/spacing
+	$(BIN)/mypy --exclude /test_ benchmarks/fault_spacing.py benchmarks/plots.py benchmarks/benchmark_kv_checksum_store.py benchmarks/benchmark_kv_checksum_ledger.py benchmarks/benchmark_kv_checksum_engine.py benchmarks/benchmark_serving.py benchmarks/benchmark_serving_switched.py benchmarks/serving_ratios.py benchmarks/evidence.py benchmarks/originals.py benchmarks/cost_plots.py benchmarks/kernels/kernel_instructions.py benchmarks/kernels/benchmark_cpu_layouts.py benchmarks/kernels/gpu_report.py benchmarks/kernels/kernel_variants.py benchmarks/kernels/bare_worker.py tests/campaign benchmarks/spacing
 
 mutants: env
 	$(BIN)/python tests/rig/mutants.py $(IDS)
@@ -83,6 +84,7 @@ fuzz: env
 bench-serving: env
 	$(BIN)/python benchmarks/benchmark_kv_checksum_engine.py
 	$(BIN)/python benchmarks/benchmark_serving.py
+	$(BIN)/python benchmarks/benchmark_serving_switched.py
 
 bench: env
 	$(BIN)/python benchmarks/kernels/benchmark_kv_checksum.py

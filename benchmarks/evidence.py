@@ -15,7 +15,7 @@ from typing import Any
 
 import plots
 from cost_plots import kernel_instructions
-from serving_ratios import table
+from serving_ratios import summary, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,6 +29,7 @@ PLOTS = {
     "cpu_layouts": ("cpu_layouts",),
     "instructions": ("kernel_instructions",),
     "serving": ("serving",),
+    "serving_switched": ("serving_switched",),
 }
 """By the plot's name behind `kv_checksum_`: the results that it is drawn from."""
 
@@ -52,23 +53,38 @@ def draw(plot: str, folder: Path = DOCUMENT.parent) -> Path | None:
 
 
 def serving() -> str:
-    """Return the section about served requests."""
-    found = results("serving")
+    """Return the section about pairs of servers that were started differently."""
+    return _served(
+        "serving",
+        "{turns} turns of {requests} requests",
+        "Ratios of served requests to those with checksums off, with their intervals",
+    )
+
+
+def serving_switched() -> str:
+    """Return the section about servers that switch checksums off and on."""
+    return _served(
+        "serving_switched",
+        "{rounds} rounds of {requests} turns",
+        "The same ratios in servers that switch checksums off and on",
+    )
+
+
+def _served(name: str, asked: str, caption: str) -> str:
+    """Return a table of ratios; `asked` says how often, in the settings' names."""
+    found = results(name)
     if not found:
         return (
-            "Not measured yet: `benchmarks/benchmark_serving.py --json "
-            "benchmarks/results/serving.json`, then `benchmarks/evidence.py`."
+            f"Not measured yet: `benchmarks/benchmark_{name}.py --json "
+            f"benchmarks/results/{name}.json`, then `benchmarks/evidence.py`."
         )
     (result,) = found
-    settings = result["settings"]
     restarts = len({row["restart"] for row in result["rows"]})
+    asked = asked.format(**result["settings"])
     return (
-        f"{restarts} restarts of all servers; per restart, workload and arm "
-        f"{settings['turns']} turns of {settings['requests']} requests. The third column\n"
-        "is the median of the arm without checksums.\n\n"
-        + table(result["summary"])
-        + "\n\n![Ratios of served requests to those with checksums off, with their "
-        "intervals](kv_checksum_serving.svg)"
+        f"{restarts} restarts of all servers; per restart, workload and arm {asked}. The "
+        "third column\nis the median of the arm without checksums.\n\n"
+        f"{table(summary(result['rows']))}\n\n![{caption}](kv_checksum_{name}.svg)"
     )
 
 
@@ -82,7 +98,11 @@ def instructions() -> str:
 
 def sections() -> dict[str, str]:
     """Return what stands between the document's comments, by their name."""
-    return {"instructions": instructions(), "serving": serving()}
+    return {
+        "instructions": instructions(),
+        "serving": serving(),
+        "serving_switched": serving_switched(),
+    }
 
 
 def written(name: str, document: Path = DOCUMENT) -> str:

@@ -14,7 +14,8 @@ The kind of plot follows from the results:
 - `benchmark_kv_checksum_engine.py`: what is added to the engine's thread.
 - `kernels/benchmark_cpu_layouts.py`, one result per run: the share of a plain read.
 - `kernels/kernel_instructions.py`: the share of what GPUs can issue.
-- `benchmark_serving.py`: the ratios of served requests, with their intervals.
+- `benchmark_serving.py` and `benchmark_serving_switched.py`: the ratios of served
+  requests, with their intervals.
 
 The second and the third print their JSON as the last line of their output. The same
 results give the same file. Needs matplotlib and nothing else that this project lacks, so

@@ -40,6 +40,7 @@ def test_a_restart_counts_once_and_is_set_against_its_own_base() -> None:
     told = serving_ratios.table(serving_ratios.summary(rows))
     assert "1.030 (1.030 to 1.030)" in told
     assert "1.020 (1.020 to 1.020)" in told  # beyond the control
+    assert "1.025 (1.025 to 1.025)" in told  # and beyond the mean of both
 
 
 def test_the_interval_is_student_s() -> None:
@@ -101,26 +102,29 @@ def test_every_arm_takes_every_turn_in_another_place(tmp_path) -> None:
     assert serving.Restart(arguments(), 3, tmp_path).order == ["on", "control", "off"]
 
 
-def test_switched_arms_take_their_turns_in_every_order() -> None:
-    """Of two rounds the second has the first's order reversed; rounds are paired."""
-    args = argparse.Namespace(rounds=40, workloads=["100 tokens", "900 tokens"])
-    orders: dict[str, dict[int, list[str]]] = {name: {} for name in args.workloads}
-    for turn in switched.turns(args, 3, "on"):
-        of_round = orders[turn["workload"]].setdefault(turn["round"], [])
-        of_round.append(turn["arm"])
-    for found in orders.values():
-        assert [*found] == [*range(-1, 40)]
-        assert {tuple(order) for order in found.values()} == {
-            *permutations(("off", "control", "on"))
-        }
-        assert all(found[n] == found[n + 1][::-1] for n in range(0, 40, 2))
-    # A round's ratios are to that round's own base, whatever the others took.
-    rows = [
-        {**dict.fromkeys(serving_ratios.FIGURES, 1.0), **turn, "TTFT": 7.0 + n // 3}
-        for n, turn in enumerate(switched.turns(args, 3, "on"))
+def test_switched_arms_take_turns_in_every_order() -> None:
+    """Six turns hold every order once, and a round is set against its own base."""
+    args = argparse.Namespace(
+        rounds=2, requests=12, workloads=["100 tokens", "900 tokens"]
+    )
+    turns = [*switched.turns(args, 3, "on")]
+    assert len(turns) == 3 * 2 * 12 * 3  # one of the rounds warms up
+    orders: dict[tuple[Any, ...], list[str]] = {}
+    for turn in turns:
+        at = (turn["round"], turn["workload"], turn["turn"] // 6, turn["turn"])
+        orders.setdefault(at, []).append(turn["arm"])
+    every = sorted(permutations(("off", "control", "on")))
+    for sixth in {at[:3] for at in orders}:
+        found = [tuple(arms) for at, arms in orders.items() if at[:3] == sixth]
+        assert sorted(found) == every
+    measured = [
+        {**turn, **dict.fromkeys(switched.FIGURES, 7.0 + turn["round"])}
+        for turn in turns
+        if turn["round"] >= 0
     ]
+    rows = switched.rows_of(measured)
     ratios = serving_ratios.ratios(rows, "100 tokens", "TTFT")
-    assert ratios["on"] == {(3, n): 0.0 for n in range(-1, 40)}
+    assert ratios["on"] == {(3, 0): 0.0, (3, 1): 0.0}
 
 
 def test_a_server_that_counted_others_requests_is_an_error() -> None:
