@@ -650,6 +650,24 @@ def test_what_a_step_writes_is_summed_behind_the_drafter(kind):
     assert u.values_of(record) == u.values_of(late)
 
 
+def test_a_step_sums_its_loads_its_sends_and_what_it_fills():
+    """Each has a record of its own, whatever else the step sums."""
+    w = two_group_worker()
+    w.bind(KVChecksumScheduled(reqs_to_recv={"loaded": BLOCKS}))
+    w.bind(
+        KVChecksumScheduled(reqs_to_send={"sent": BLOCKS}, full_blocks={"full": BLOCKS})
+    )
+    records = w.post_forward({"loaded"}, set(), set()).finalize()
+    assert [[*record.checksums] for record in records] == [
+        ["loaded"],
+        ["sent"],
+        ["full"],
+    ]
+    alone = u.values_of(u.send_record(w, BLOCKS))
+    for record, name in zip(records, ("loaded", "sent", "full"), strict=True):
+        assert u.values_of(record, name) == alone
+
+
 def test_several_requests_and_groups_with_odd_numbers_of_rows():
     w = two_group_worker()
     work = {
