@@ -123,8 +123,7 @@ class Client:
     """Runs `vllm bench serve`, forked from a process that has imported vLLM."""
 
     def __init__(self, forks: ForkServer, model: Path, folder: Path) -> None:
-        self.forks, self.folder = forks, folder
-        self._model = model
+        self._forks, self._model, self._folder = forks, model, folder
         self._turns = 0
 
     def ask(
@@ -137,7 +136,7 @@ class Client:
 
         """
         self._turns += 1
-        result = self.folder / f"turn-{self._turns}.json"
+        result = self._folder / f"turn-{self._turns}.json"
         result.unlink(missing_ok=True)
         # The client takes prompts that are given only as conversations of two parts.
         dataset = result.with_suffix(".prompts.json")
@@ -152,8 +151,8 @@ class Client:
         line += ["--max-concurrency", str(at_once)]
         line += ["--save-result", "--result-dir", str(result.parent)]
         line += ["--result-filename", result.name]
-        log = self.folder / f"turn-{self._turns}.log"
-        process = self.forks.launch(line, {}, log)
+        log = self._folder / f"turn-{self._turns}.log"
+        process = self._forks.launch(line, {}, log)
         while process.poll() is None:
             time.sleep(0.05)
         if process.returncode or not result.exists():
@@ -162,27 +161,6 @@ class Client:
         if report["completed"] != len(prompts):
             raise SystemExit(f"{report['completed']} of {len(prompts)} requests: {log}")
         return report
-
-    def measure(
-        self,
-        pair: tuple[Server, Server],
-        url: str,
-        prompts: Sequence[str],
-        at_once: int,
-        output: int,
-    ) -> dict[str, float]:
-        """Run one turn and return every figure, the servers' own included."""
-        clocks = {f: processor_seconds(pair[n]) for f, n in OF_THE_PROCESSOR.items()}
-        before, began = served(pair), {f: clock() for f, clock in clocks.items()}
-        report = self.ask(url, prompts, at_once, output)
-        return {
-            **{f: report[key] for f, key in OF_THE_CLIENT.items()},
-            **{
-                f: 1e3 * (clock() - began[f]) / len(prompts)
-                for f, clock in clocks.items()
-            },
-            **means(before, served(pair), len(prompts)),
-        }
 
 
 class Restart:
@@ -241,19 +219,27 @@ class Restart:
     ) -> list[dict[str, Any]]:
         """Let the arms take turns; return one row per arm and workload."""
         rows = []
-        for name, workload in WORKLOADS.items():
+        used = {
+            arm: [processor_seconds(server) for server in pair]
+            for arm, pair in pairs.items()
+        }
+        for name in self.args.workloads:
+            workload = WORKLOADS[name]
             found: dict[str, list[dict[str, float]]] = {arm: [] for arm in urls}
             for turn, order in enumerate(self.turns(name), start=-1):
                 requests = self.args.requests if turn >= 0 else 3
                 prompts = workload.prompts(requests, f"{self.number} {name} {turn}")
                 for arm in order:
-                    figures = client.measure(
-                        pairs[arm],
-                        urls[arm],
-                        prompts,
-                        workload.at_once,
-                        self.args.output,
+                    before = served(pairs[arm])
+                    began = [seconds() for seconds in used[arm]]
+                    report = client.ask(
+                        urls[arm], prompts, workload.at_once, self.args.output
                     )
+                    figures = {f: report[key] for f, key in OF_THE_CLIENT.items()}
+                    for figure, side in OF_THE_PROCESSOR.items():
+                        took = used[arm][side]() - began[side]
+                        figures[figure] = 1e3 * took / len(prompts)
+                    figures |= means(before, served(pairs[arm]), len(prompts))
                     if turn >= 0:  # the turn before the first warms up
                         found[arm].append(figures)
             for arm, turns in found.items():
@@ -292,9 +278,17 @@ def served(pair: tuple[Server, Server]) -> Served:
 
 
 def processor_seconds(server: Server) -> Callable[[], float]:
-    """Return what tells the seconds of CPU that a server's processes have used."""
-    found = server.family()
-    return lambda: sum(sum(process.cpu_times()[:2]) for process in found)
+    """Return what tells how long a server's threads have run on a CPU, in seconds.
+
+    The kernel counts it in nanoseconds (/proc/PID/task/TID/schedstat).
+    """
+    folders = [Path(f"/proc/{process.pid}/task") for process in server.family()]
+
+    def seconds() -> float:
+        tasks = [task for folder in folders for task in folder.glob("*/schedstat")]
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+    return seconds
 
 
 def rounded(value: float) -> float:
@@ -334,14 +328,10 @@ def check_loads(pairs: dict[str, tuple[Server, Server]]) -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return what results must have in common to be put together."""
-    passing = ("restarts", "minutes", "json", "workloads")
+    passing = ("restarts", "minutes", "json")
     return {
         **{name: value for name, value in vars(args).items() if name not in passing},
-        "figures": list(FIGURES),
-        "workloads": {
-            name: vars(WORKLOADS[name])
-            for name in getattr(args, "workloads", WORKLOADS)
-        },
+        "workloads": {name: vars(WORKLOADS[name]) for name in args.workloads},
     }
 
 
@@ -476,10 +466,39 @@ def measure(
     return status
 
 
-def add_common(
-    parser: argparse.ArgumentParser, counts: dict[str, tuple[int, str]]
-) -> None:
-    """Add options: numbers by name, with what they are by default, time and the file."""
+def options(
+    description: str | None,
+    arms: Sequence[str],
+    about_arms: str,
+    counts: dict[str, tuple[int, str]],
+    figures: Sequence[str],
+) -> argparse.ArgumentParser:
+    """Return a parser of a serving benchmark's options.
+
+    Args:
+        description: the program's.
+        arms: those that can be chosen; all are by default.
+        about_arms: what choosing them means.
+        counts: options that are numbers: by name, what they are by default, and help.
+        figures: what is measured; no option.
+
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    choices: dict[str, tuple[Sequence[str], str]] = {
+        "arms": (arms, about_arms),
+        "workloads": (list(WORKLOADS), "what clients ask"),
+    }
+    for name, (every, text) in choices.items():
+        parser.add_argument(
+            f"--{name}",
+            nargs="+",
+            choices=every,
+            default=list(every),
+            metavar="NAME",
+            help=f"{text}, of {', '.join(map(repr, every))} (default: all)",
+        )
     for name, (default, text) in counts.items():
         parser.add_argument(
             f"--{name}",
@@ -500,27 +519,20 @@ def add_common(
         metavar="FILE",
         help="write the results there after each restart; restarts that are there count",
     )
+    parser.set_defaults(figures=list(figures))
+    return parser
 
 
 def main() -> int:
     """Measure arms that were started with different settings."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=ARMS,
-        default=list(ARMS),
-        help=f"which arms take part; {BASE} always does (default: all)",
-    )
     counts = {
         "restarts": (10, "how often all servers are started anew"),
         "turns": (4, "how many turns each arm takes per restart and workload"),
         "requests": (20, "requests of one turn, one after the other"),
         "output": (8, "tokens of each answer"),
     }
-    add_common(parser, counts)
+    about = f"which arms take part, where {BASE!r} always does"
+    parser = options(__doc__, list(ARMS), about, counts, list(FIGURES))
     args = parser.parse_args()
     args.arms = list(dict.fromkeys([BASE, *args.arms]))
     return measure(parser, args, run, "benchmark_serving")

@@ -61,12 +61,12 @@ class Switched:
     """Switches checksums of an idle server and tells how long its threads ran."""
 
     def __init__(self, server: Server) -> None:
+        self.seconds = started.processor_seconds(server)
         self._server = server
-        self._processes = [process.pid for process in server.family()]
         self._connections = []
-        for pid in self._processes:
+        for process in server.family():
             with contextlib.suppress(ConnectionRefusedError):
-                self._connections.append(Connection(switch.address(pid)))
+                self._connections.append(Connection(switch.address(process.pid)))
 
     def to(self, on: bool) -> None:
         """Switch.
@@ -84,15 +84,6 @@ class Switched:
         # Only who loads has a ledger.
         if not (held.get("kv_checksum") and held.get("kv_checksum_worker")):
             raise SystemExit(f"{self._server.name} has no checksums to switch: {held}")
-
-    def seconds(self) -> float:
-        """Return how long its threads were on a CPU so far."""
-        tasks = [
-            task
-            for pid in self._processes
-            for task in Path(f"/proc/{pid}/task").glob("*/schedstat")
-        ]
-        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 class Asked:
@@ -179,22 +170,24 @@ def restart(
     measured, loads = [], 0
     with serving(*pair), vllm_router(*pair, log=log) as router:
         asked = Asked(pair, router)
-        shared = None
+        before = None
         for turn in turns(args, number, checked):
             workload = WORKLOADS[turn["workload"]]
             of_the_round = (number, turn["round"], turn["workload"])
-            # The second of two equal prefixes is what is measured.
-            if shared != of_the_round and workload.prefix:
-                asked.measure(False, workload.prompts(1, str(of_the_round)))
-            shared = of_the_round
-            prompts = workload.prompts(1, f"{of_the_round}", f"{turn}")
+            if of_the_round != before:
+                before = of_the_round
+                started.say(
+                    f"restart {number + 1} of {args.restarts}: "
+                    f"round {turn['round'] + 1} of {args.rounds}: {turn['workload']}"
+                )
+                if workload.prefix:  # which is to be in the prefix cache
+                    asked.measure(False, workload.prompts(1, str(of_the_round)))
+            prompts = workload.prompts(1, str(of_the_round), str(turn))
             on = turn["arm"] == checked
             loads += len(prompts) * on
             figures = asked.measure(on, prompts)
             if turn["round"] >= 0:
                 measured.append({**turn, **figures})
-            elif turn["turn"] == 0:
-                started.say(f"restart {number + 1}: {turn['workload']}: warming up")
         check_loads(pair[1], loads)
     return rows_of(measured)
 
@@ -227,24 +220,6 @@ def run(args: argparse.Namespace, folder: Path, results: started.Results) -> Non
 
 def main() -> int:
     """Measure arms that are switched to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=CHECKED,
-        default=list(CHECKED),
-        help="with which checks servers are started, in turns (default: both)",
-    )
-    parser.add_argument(
-        "--workloads",
-        nargs="+",
-        choices=WORKLOADS,
-        default=list(WORKLOADS),
-        metavar="NAME",
-        help=f"what clients ask, of {', '.join(map(repr, WORKLOADS))} (default: all)",
-    )
     counts = {
         "restarts": (4, "how often the servers are started anew"),
         "rounds": (20, "how many rounds there are per restart and workload"),
@@ -253,7 +228,8 @@ def main() -> int:
             "turns of each arm in a round, of one request or more at once",
         ),
     }
-    started.add_common(parser, counts)
+    about = "with which checks servers are started, in turns"
+    parser = started.options(__doc__, CHECKED, about, counts, FIGURES)
     args = parser.parse_args()
     return started.measure(parser, args, run, "benchmark_serving_switched")
 

@@ -85,7 +85,8 @@ def test_prompts_are_as_long_as_the_workload_says_and_share_nothing_else() -> No
 
 def arguments(**more: Any) -> argparse.Namespace:
     given = {"arms": ["off", "control", "on"], "turns": 4, "requests": 5, "output": 8}
-    return argparse.Namespace(**{**given, "json": None, **more})
+    common = {"json": None, "workloads": list(serving.WORKLOADS)}
+    return argparse.Namespace(**{**given, **common, **more})
 
 
 def test_every_arm_takes_every_turn_in_another_place(tmp_path) -> None:
