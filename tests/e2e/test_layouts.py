@@ -73,7 +73,14 @@ NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
 
 FAMILIES = {
     "gemma3": Family(attention=0, groups=3),
-    "granite4_h": Family(2, 3, state=1, dtype="float32", args=NO_PREFIX_CACHE),
+    "granite4_h": Family(
+        2,
+        3,
+        state=1,
+        dtype="float32" if pairs.MAMBA_IN_FLOAT32 else "bfloat16",
+        args=NO_PREFIX_CACHE,
+        same_text=pairs.MAMBA_IN_FLOAT32,
+    ),
     # vLLM's CPU kernel takes bf16 alone, whose rounding changes the text.
     "qwen3_next": Family(3, 4, state=0, same_text=False),
     "deepseek_v2": Family(0, 1, block_size=16, args=NO_PREFIX_CACHE, same_text=False),

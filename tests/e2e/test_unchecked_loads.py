@@ -7,6 +7,7 @@ offloaded by copies on the CPU, the connectors outside vLLM's tree are the rig's
 from __future__ import annotations
 
 import pytest
+from kv_checksum.rig.versions import needs
 from rig import verdicts
 from rig.servers import NIXL, Server, serving
 
@@ -75,7 +76,14 @@ def offloading_beside_nixl(name, common, **options):
 
 @pytest.mark.parametrize(
     ("reason", "options"),
-    [("no_carrier", {}), ("sync_load", {"sync_load_budget_bytes": 64 << 20})],
+    [
+        ("no_carrier", {}),
+        pytest.param(
+            "sync_load",
+            {"sync_load_budget_bytes": 64 << 20},
+            marks=needs("0.33.0", "offloaded loads in the step"),
+        ),
+    ],
 )
 def test_offloaded_loads_beside_verified_ones(reason, options, p, common):
     d = offloading_beside_nixl(f"unchecked-{reason}", common, **options)
