@@ -9,11 +9,8 @@ WORKERS ?= 2
 # A file's tests share its servers. In the order of collection, so that the servers' files come early.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 UNITS := "not e2e and not slow and not campaign and not upstream"
-# What make unit-base and make test-base run. Units: but for the mutants', which read nothing of a release. Servers: every
-# carrier, stores, offloading, and the release beside its own stock.
+# What make unit-base runs: units, but for the mutants', which read nothing of a release.
 BASE_UNITS := tests/v1 tests/series --ignore=tests/series/test_mutants.py
-BASE_SERVERS := nixl_pull carriers mixed_versions offloading simple_cpu_offload multi_connector
-BASE_TESTS := $(BASE_SERVERS:%=tests/e2e/test_%.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help env unit test test-slow unit-base test-base test-upstream test-gpu gpu-report lint bench bench-serving campaign mutants \
@@ -63,7 +60,7 @@ unit-base: env
 	PYTHONPATH=$(CURDIR)/.rig/vllm-$(BASE) $(BIN)/python -m pytest $(BASE_UNITS) -m $(UNITS) $(PARALLEL) -q --durations=15
 
 test-base: unit-base
-	PYTHONPATH=$(CURDIR)/.rig/vllm-$(BASE) $(BIN)/python -m pytest $(BASE_TESTS) -m "not slow" $(PARALLEL) -q --durations=15
+	PYTHONPATH=$(CURDIR)/.rig/vllm-$(BASE) $(BIN)/python -m pytest tests/e2e -m "not slow" $(PARALLEL) -q --durations=15
 
 test-upstream: env
 	$(BIN)/python tests/rig/upstream.py

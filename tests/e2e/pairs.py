@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from kv_checksum.rig.versions import older_than
+from kv_checksum.rig.versions import needs, older_than
 from rig.metrics import Samples, total
 from rig.routing import prefill_decode
 from rig.servers import Server
@@ -62,6 +62,10 @@ STREAMS_TELL = not older_than("0.32.0")
 
 PUSHES_END_BY_LEASE = older_than("0.31.0")
 """Whether P hears of no NIXL push that is done: it keeps the KV, and its checksums, until the lease ends."""
+
+needs_conv_states = needs(
+    "0.31.0", "layout of conv states that NIXL transfers, on a CPU with bf16"
+)
 
 MAMBA_IN_FLOAT32 = not older_than("0.32.0")
 """Whether vLLM's CPU kernels run Mamba2 in float32. In bfloat16 their rounding changes the text."""

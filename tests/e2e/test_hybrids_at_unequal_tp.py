@@ -16,7 +16,7 @@ from rig.servers import Server, serving
 
 from e2e import pairs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pairs.needs_conv_states]
 
 MAX_TOKENS = 8
 LENGTHS = (33, 300)

@@ -14,7 +14,7 @@ from rig.servers import Server, serving
 
 from e2e import pairs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pairs.needs_conv_states]
 
 MAX_TOKENS = 6
 DTYPE = "float32" if pairs.MAMBA_IN_FLOAT32 else "bfloat16"
