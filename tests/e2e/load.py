@@ -251,13 +251,17 @@ class Clients:
 def told_of(answer: httpx.Response) -> str:
     """Return what an answer says of checksums: "mismatch", "not verified", or "nothing" where the request succeeded.
 
-    It is "failed" where vLLM does not tell why.
+    It is "failed" where vLLM does not tell why, or ends a stream without text.
 
     Raises:
         ValueError: it failed for another reason.
 
     """
     if answer.status_code == 200 and not failed_stream(answer):
+        if not pairs.STREAMS_TELL and not "".join(
+            x["text"] for x in choices_of(answer)
+        ):
+            return "failed"
         return "nothing"
     message = pairs.error_of(answer)
     if not pairs.TELLS_WHY and message == pairs.GENERAL_ERROR:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kv_checksum.rig.versions import older_than
 from rig import documents
 from rig.model import tiny_qwen3
 from rig.prometheus import HOW, program, prometheus
@@ -33,6 +34,14 @@ GENERAL = r'"message":\1"Internal server error",\1"type":\1"InternalServerError"
 RULES = documents.FEATURES / "kv_checksum_alerts.yaml"
 
 
+DRAWS = (
+    ["--override-generation-config", '{"temperature": 0}']
+    if older_than("0.31.0")
+    else []
+)
+"""Triton's interpreter lacks what vLLM 0.30.0 draws tokens with, as the document's requests ask for."""
+
+
 @pytest.fixture(scope="module")
 def drill(forks):
     """Yield P and D with the configurations of the document's drill."""
@@ -49,6 +58,7 @@ def drill(forks):
             s["kv_role"],
             model=tiny_qwen3(),
             transfer={**s, **NIXL},
+            args=DRAWS,
             fork_server=forks,
         )
         for s in settings
@@ -90,6 +100,8 @@ def test_the_drill_of_the_document(drill, alerts):
     )
     (expected,) = documents.blocks("text", "drill")
     text = expected.text if pairs.TELLS_WHY else ERRORS.sub(GENERAL, expected.text)
+    if not pairs.STREAMS_TELL:
+        text = re.sub('data: {"error".*\n\n', "", text)
     lines = text.replace("MODEL", SERVED_NAME).splitlines()
     # The first command of the document, before any request, lists the counters.
     found = done.stdout.splitlines()
